@@ -21,7 +21,7 @@ _HOME_OF = {
     for alias in node.names
 }
 _HOME_OF |= dict.fromkeys(
-    ("ParameterServerStrategy", "Server"), "keras_strategy.core.unsupported_names"
+    ("ParameterServerStrategy", "Server"), "keras_strategy.core.registry"
 )
 
 __all__ = sorted([*_HOME_OF, "__version__"])  # pyright: ignore
@@ -33,8 +33,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if home == __name__:
         return importlib.import_module(f"{__name__}.{name}")
-    # Any public name may need the default strategy, which registers on import.
-    importlib.import_module("keras_strategy.strategies")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

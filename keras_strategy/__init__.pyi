@@ -35,8 +35,11 @@ from keras_strategy.options import (
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended
 from keras_strategy.strategies.inspect import profile, visualize
-from keras_strategy.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
-from keras_strategy.strategies.multi_worker import MultiWorkerMirroredStrategy
+from keras_strategy.strategies.mirrored import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+)
 from keras_strategy.strategies.tpu import TPUStrategy
 from keras_strategy.training.cross_device_ops import (
     CrossDeviceOps,

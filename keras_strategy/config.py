@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from keras_strategy.audit import first_step as _audit
+from keras_strategy.audit import verify as _audit
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches import consistency
 from keras_strategy.training import random

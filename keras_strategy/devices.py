@@ -138,8 +138,3 @@ class ReplicaTopology:
         count = len(self.devices)
         first = 0 if self.cluster is None else self.cluster.rank * count
         return range(first, first + count)
-
-    @property
-    def first_local_replica(self) -> int:
-        """The replica id of this worker's first replica."""
-        return self.local_replicas.start

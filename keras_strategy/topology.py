@@ -17,7 +17,6 @@ from keras_strategy.topology_proto import (
     decode_varints,
     encode_packed,
     encode_varint,
-    to_signed,
 )
 
 
@@ -138,8 +137,7 @@ class Topology:
             device_coordinates: Four mesh coordinates.
             job: The job name to prepend.
         """
-        task = self.task_ordinal_at_coordinates(device_coordinates)
-        return f"{_job_prefix(job)}/task:{task}/device:CPU:0"
+        return self._device_name(device_coordinates, job, "CPU:0")
 
     def tpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
@@ -150,9 +148,12 @@ class Topology:
             device_coordinates: Four mesh coordinates.
             job: The job name to prepend.
         """
-        task = self.task_ordinal_at_coordinates(device_coordinates)
         ordinal = self.tpu_device_ordinal_at_coordinates(device_coordinates)
-        return f"{_job_prefix(job)}/task:{task}/device:TPU:{ordinal}"
+        return self._device_name(device_coordinates, job, f"TPU:{ordinal}")
+
+    def _device_name(self, coordinates: Any, job: str | None, device: str) -> str:
+        task = self.task_ordinal_at_coordinates(coordinates)
+        return f"{'' if job is None else f'/job:{job}'}/task:{task}/device:{device}"
 
     def serialized(self) -> bytes:
         """Return the topology as a serialized `TopologyProto`."""
@@ -167,10 +168,6 @@ class Topology:
             fields.append(encode_packed(COORDINATES, coordinates))
             self._serialized = b"".join(fields)
         return self._serialized
-
-
-def _job_prefix(job: str | None) -> str:
-    return "" if job is None else f"/job:{job}"
 
 
 def _check_mesh_shape(shape: np.ndarray) -> None:
@@ -190,9 +187,9 @@ def _parse(serialized: bytes) -> tuple[np.ndarray, np.ndarray]:
             if isinstance(value, bytes):
                 lists[field].extend(decode_varints(value))
             else:
-                lists[field].append(to_signed(value))
+                lists[field].append(value)
         elif field in numbers and isinstance(value, int):
-            numbers[field] = to_signed(value)
+            numbers[field] = value
     shape = np.array(lists[MESH_SHAPE], np.int32)
     _check_mesh_shape(shape)
     tasks, per_task = numbers.values()

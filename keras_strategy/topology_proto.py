@@ -45,7 +45,7 @@ def parse_hardware_feature(serialized: bytes) -> TPUHardwareFeature:
     for field, value in decode_fields(serialized):
         if field == HARDWARE and isinstance(value, bytes):
             pairs = ((f, v) for f, v in decode_fields(value) if isinstance(v, int))
-            numbers |= {f: to_signed(v) for f, v in pairs if f in numbers}
+            numbers |= {f: v for f, v in pairs if f in numbers}
     return TPUHardwareFeature(EmbeddingFeature(numbers[_EMBEDDING]), numbers[_PER_CHIP])
 
 
@@ -59,7 +59,7 @@ def decode_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
             raise _invalid_topology_error()
         value, pos = _decode_varint(message, pos)
         if wire_type == NUMBER:
-            yield field, value
+            yield field, _to_signed(value)
             continue
         if pos + value > len(message):
             raise _invalid_topology_error()
@@ -72,7 +72,7 @@ def decode_varints(packed: bytes) -> Iterator[int]:
     pos = 0
     while pos < len(packed):
         number, pos = _decode_varint(packed, pos)
-        yield to_signed(number)
+        yield _to_signed(number)
 
 
 def _decode_varint(message: bytes, pos: int) -> tuple[int, int]:
@@ -95,8 +95,7 @@ def _invalid_topology_error() -> ValueError:
     )
 
 
-def to_signed(number: int) -> int:
-    """Convert an unsigned 64-bit integer to a signed one."""
+def _to_signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 

@@ -61,8 +61,4 @@ def test_replica_devices():
     alone = ReplicaTopology(("cpu:0", "cpu:1"))
     assert (alone.num_replicas, alone.local_replicas) == (2, range(2))
     third = ReplicaTopology(("cpu:0", "cpu:1"), SimpleNamespace(rank=2, size=3))
-    assert (third.num_replicas, third.local_replicas, third.first_local_replica) == (
-        6,
-        range(4, 6),
-        4,
-    )
+    assert (third.num_replicas, third.local_replicas) == (6, range(4, 6))

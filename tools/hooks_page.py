@@ -49,17 +49,28 @@ reports the tests that pass nevertheless.
 
 def rows() -> list[dict[str, Any]]:
     """Return the patches of this process's backend."""
-    from keras_strategy.keras_patches.installation import all_patches
+    from keras_strategy.keras_patches.patch import all_patches
 
     return [
         {
-            "module": patch.definition.__module__,
+            "module": definition_of(patch).__module__,
             "target": patch.target,
-            "reason": patch.reason,
+            "reason": reason_of(patch),
             "condition": describe_condition(patch.condition),
         }
         for patch in all_patches()
     ]
+
+
+def definition_of(patch: Any) -> Any:
+    """Return the class or function that defines a patch."""
+    return getattr(patch, "function", type(patch))
+
+
+def reason_of(patch: Any) -> str:
+    """Return the first paragraph of the definition's docstring."""
+    documentation = inspect.cleandoc(definition_of(patch).__doc__ or "")
+    return " ".join(documentation.split("\n\n")[0].split())
 
 
 def describe_condition(condition: Any) -> str:
@@ -166,8 +177,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--rows"]:
-        from keras_strategy.keras_patches.installation import all_patches
-        from keras_strategy.keras_patches.patch import select_and_check
+        from keras_strategy.keras_patches.patch import all_patches, select_and_check
 
         select_and_check(all_patches())
         print(json.dumps(rows()))

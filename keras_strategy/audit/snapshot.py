@@ -5,6 +5,7 @@ arrays, and the attributes and containers of layers, models and users' objects. 
 step changes elsewhere cannot be restored: globals, iterators that it advances, files.
 """
 
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -12,8 +13,9 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import ops
+from keras import ops, tree
 
+from keras_strategy.core.per_replica_attributes import ContainerContents
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.random import call_state_restorer
 from keras_strategy.keras_patches.variables_optimizers import stored_value
@@ -28,7 +30,6 @@ _KERAS_PARTS = (
     keras.optimizers.Optimizer,
     keras.random.SeedGenerator,
 )
-_CONTAINERS = (list, dict, set)
 # Objects of these packages and kinds are not walked into.
 _LIBRARIES = {"keras", "keras_strategy", "torch", "tensorflow", "jax", "numpy"}
 _NO_STATE = (
@@ -37,6 +38,25 @@ _NO_STATE = (
     *(types.ModuleType, DistributedValues),
 )
 _ABSENT = object()
+
+# Operations that compute each element of the result from the elements of the inputs at
+# the same place, if these have one shape or broadcast to it.
+_ELEMENTWISE = frozenset(
+    re.findall(
+        r"\w+",
+        "Abs Absolute Add Arccos Arccosh Arcsin Arcsinh Arctan Arctan2 Arctanh Cast "
+        "Cbrt Ceil Celu Clip Cos Cosh Divide DivideNoNan Elu Equal Erf Erfc Erfinv Exp "
+        "Exp2 Expm1 Floor FloorDivide Fmax Fmin Gelu Greater GreaterEqual HardSigmoid "
+        "HardSilu HardTanh Hypot Isfinite Isinf Isnan LeakyRelu Less LessEqual Log "
+        "Log10 Log1p Log2 LogSigmoid Logaddexp LogicalAnd LogicalNot LogicalOr "
+        "LogicalXor Maximum Minimum Mod Multiply NanToNum Negative NotEqual OnesLike "
+        "Power Reciprocal Relu Relu6 Round Rsqrt SaturateCast Selu Sigmoid Sign Silu "
+        "Sin Sinh Softplus Softsign Sqrt Square StopGradient Subtract Tan Tanh "
+        "TrueDivide Trunc Where ZerosLike ",
+    )
+)
+# Keras's layers that call code of the user's.
+_WRAPPERS = {"Lambda", "TorchModuleWrapper", "TFSMLayer", "JaxLayer", "FlaxLayer"}
 
 
 class Snapshot:
@@ -167,9 +187,8 @@ def _restorer(x: Any) -> Callable[[], None] | None:
     if isinstance(x, np.ndarray):
         copy = x.copy()
         return lambda: None if _equal(x, copy) else np.copyto(x, copy)
-    for kind in _CONTAINERS:
-        if isinstance(x, kind):
-            return _container_restorer(x, kind)
+    if isinstance(x, list | dict | set):
+        return _container_restorer(x)
     if not hasattr(x, "__dict__") or get_engine().is_tensor(x):
         return None
     attributes = dict(vars(x))
@@ -186,29 +205,25 @@ def _restorer(x: Any) -> Callable[[], None] | None:
     return restore
 
 
-def _container_restorer(x: Any, kind: Any) -> Callable[[], None]:
-    contents = kind(x)
+def _container_restorer(x: Any) -> Callable[[], None]:
+    place = ContainerContents(x)
+    contents = place.read()
+    identities = _identities(contents)
 
     def restore():
-        # Keras's tracked containers refuse some changes of their own.
-        if kind is dict:
-            changed = [*x] != [*contents] or any(x[k] is not contents[k] for k in x)
-        elif kind is list:
-            changed = len(x) != len(contents) or any(map(_is_not, x, contents))
-        else:
-            changed = x != contents
-        if changed:
-            kind.clear(x)
-            if kind is list:
-                list.extend(x, contents)
-            else:
-                kind.update(x, contents)  # pyright: ignore[reportAttributeAccessIssue]
+        if _identities(place.read()) != identities:
+            place.write(contents)
 
     return restore
 
 
-def _is_not(a: Any, b: Any) -> bool:
-    return a is not b
+def _identities(contents: Any) -> Any:
+    """Return what changes if an element of a container is replaced."""
+    if isinstance(contents, dict):
+        return [(key, id(value)) for key, value in contents.items()]
+    if isinstance(contents, list | set):
+        return list(map(id, contents))
+    return id(contents)  # it differs between the replicas
 
 
 def _to_numpy(x: Any) -> np.ndarray:
@@ -220,3 +235,49 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return bool(np.all((a == b) | ((a != a) & (b != b))))
+
+
+def find_user_code(objects: list[Any]) -> Any:
+    """Return the first object that is not known to keep rows apart, or None."""
+    for part in objects:
+        if not _is_keras(type(part)) or type(part).__name__ in _WRAPPERS:
+            return part
+        is_operation = isinstance(part, keras.Operation)
+        if is_operation and not isinstance(part, keras.Layer) and _mixes_rows(part):
+            return part
+        for name, value in vars(part).items():
+            if _works_along_rows(name, value) or _is_users_function(value):
+                return part
+        if isinstance(part, keras.Model):
+            for operation in getattr(part, "operations", ()):
+                if not isinstance(operation, keras.Layer) and _mixes_rows(operation):
+                    return operation
+    return None
+
+
+def _mixes_rows(operation: Any) -> bool:
+    """Return True unless an operation is known to keep rows apart."""
+    tensors = tree.flatten([operation.input, operation.output])
+    ranks = {len(x.shape) for x in tensors}  # (n, d) and (n, 1, d) give (n, n, d)
+    is_elementwise = type(operation).__name__ in _ELEMENTWISE and len(ranks) == 1
+    return not is_elementwise or any(x.shape[:1] != (None,) for x in tensors)
+
+
+def _is_keras(part: Any) -> bool:
+    return (getattr(part, "__module__", None) or "").startswith(
+        ("keras.", "keras_strat")
+    )
+
+
+def _is_users_function(value: Any) -> bool:
+    """Return True for a function, but not for a method or an object with state."""
+    is_function = callable(value) and hasattr(value, "__code__")
+    return is_function and not hasattr(value, "__self__") and not _is_keras(value)
+
+
+def _works_along_rows(name: str, value: Any) -> bool:
+    """Return True for a layer's axis that includes the batch dimension."""
+    if name not in ("axis", "axes"):
+        return False
+    axes = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(axis, int) and axis == 0 for axis in axes)

@@ -14,18 +14,17 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from keras_strategy.audit import comparison
-from keras_strategy.audit.recorder import CallRecorder, host_copy
+from keras_strategy.audit.comparison import CallRecorder, host_copy
 from keras_strategy.audit.report import AuditReport, ComparedValue
-from keras_strategy.audit.snapshot import Snapshot
-from keras_strategy.audit.user_code import find_user_code
+from keras_strategy.audit.snapshot import Snapshot, find_user_code
 from keras_strategy.core.registry import get_engine, preserve_random_states
-from keras_strategy.core.step_recorder import recording_replicas, recording_thread
+from keras_strategy.core.step_state import recording_replicas, recording_thread
 from keras_strategy.keras_patches.layers import compute_in_float32
 from keras_strategy.keras_patches.random import global_generator, set_global_generator
 from keras_strategy.options import GLOBAL
@@ -37,6 +36,9 @@ logger = logging.getLogger("keras_strategy")
 ROWS_PER_REPLICA = 3
 # Relative changes of weights that stand for rounding, and how often they are drawn.
 _NUDGE, _NUDGES = 3e-7, 3
+
+# In a step, what comes first causes the rest.
+_ORDER = "loss", "gradient", "state", "prediction", "log"
 
 Step = Callable[[], dict[str, Any]]
 """Runs a step and returns its logs or predictions by name, as NumPy arrays."""
@@ -86,7 +88,6 @@ class StepAudit:
 
     def _run(self, step: Step, records_calls: bool = False) -> "_Result":
         recorder, snapshot = CallRecorder(records_calls), self._snapshot
-        is_on_device = step is not self._on_replicas
         try:
             with (
                 preserve_random_states(),
@@ -95,14 +96,13 @@ class StepAudit:
                 recorder.installed(self._model, snapshot.objects),
             ):
                 set_global_generator(self._generator)
-                if is_on_device:
+                if step is not self._on_replicas:
                     outputs, values = self._run_on_device(step, recorder)
-                    differing = []
-                else:
-                    outputs, values = self._run_on_replicas(step, recorder), None
-                    differing = snapshot.differing_components()
-            state = snapshot.values() if values is None else values
-            return _Result(recorder, outputs, state, differing)
+                    values = snapshot.values() if values is None else values
+                    return _Result(recorder, outputs, values, [])
+                outputs = self._run_on_replicas(step, recorder)
+                differing = snapshot.differing_components()
+                return _Result(recorder, outputs, snapshot.values(), differing)
         finally:
             set_global_generator(self._callers_generator)
             snapshot.restore()
@@ -168,16 +168,13 @@ class StepAudit:
         for number, value in enumerate(report.values):
             noise = largest.get((value.kind, value.name), 0.0)
             if value.differs and noise > max(value.tolerance, value.difference / 10):
-                report.values[number] = ComparedValue(
-                    value.kind, value.name, value.difference, 10 * noise
-                )
+                report.values[number] = dataclasses.replace(value, tolerance=10 * noise)
 
     def _on_device_again(self) -> dict[str, Any]:
         return self._on_device()
 
     def _locate(self, report: AuditReport) -> None:
         """Name what differs first."""
-        kinds = {value.kind for value in report.values if value.differs}
         try:
             replicas = self._run(self._on_replicas, records_calls=True)
             device = self._run(self._on_device, records_calls=True)
@@ -198,33 +195,25 @@ class StepAudit:
                 report.place, report.cause = callee, "call"
             if self._draws_by_itself(call, device):
                 report.cause = "random"
-        elif "loss" in kinds:
-            report.cause, report.place = "loss", self._method("compute_loss")
-        elif "gradient" in kinds:
-            is_run = self._kind == "run"
-            report.cause = "gradient in run" if is_run else "gradient"
-            report.place = f"the gradients of {self._method(f'{self._kind}_step')}"
-        elif "state" in kinds:
-            worst = report.largest("state")
-            assert worst is not None
-            owner = comparison.find_metric(self._snapshot.objects, worst.name)
-            report.cause = "state" if owner is None else "metric"
-            report.place = (
-                f"the variable '{worst.name}'"
-                if owner is None
-                else f"the metric '{owner.name}'"
-            )
-        elif "prediction" in kinds:
-            report.cause, report.place = "prediction", self._method("predict_step")
-        elif "log" in kinds:
-            worst = report.largest("log")
-            assert worst is not None
-            report.cause, report.place = "log", f"the log '{worst.name}'"
-            names = [
-                x.name for x in self._snapshot.objects if isinstance(x, keras.Metric)
-            ]
-            if worst.name in names:
-                report.cause, report.place = "metric", f"the metric '{worst.name}'"
+            return
+        kinds = {value.kind for value in report.values if value.differs}
+        kind = next((k for k in _ORDER if k in kinds), None)
+        if kind is None:
+            return  # another worker has found a difference
+        report.cause, report.place = kind, self._method(f"{self._kind}_step")
+        worst = report.largest(kind)
+        assert worst is not None
+        if kind == "loss":
+            report.place = self._method("compute_loss")
+        elif kind == "gradient":
+            report.cause += " in run" * (self._kind == "run")
+            report.place = f"the gradients of {report.place}"
+        elif kind in ("state", "log"):
+            what = "variable" if kind == "state" else "log"
+            metric = comparison.find_metric(self._snapshot.objects, worst.name)
+            report.place = f"the {what} '{worst.name}'"
+            if metric is not None:
+                report.cause, report.place = "metric", f"the metric '{metric.name}'"
 
     def _method(self, name: str) -> str:
         if self._model is None:
@@ -257,18 +246,13 @@ class StepAudit:
         )
 
 
-class _Result:
+class _Result(NamedTuple):
     """Results of a step."""
 
-    def __init__(
-        self,
-        recorder: CallRecorder,
-        outputs: dict[str, Any],
-        state: list[Any],
-        differing: list[Any],
-    ):
-        self.recorder, self.outputs = recorder, outputs
-        self.state, self.differing = state, differing
+    recorder: CallRecorder
+    outputs: dict[str, Any]
+    state: list[Any]
+    differing: list[Any]  # mirrored variables whose components differ
 
 
 def _tolerate_half(values: list[ComparedValue]) -> list[ComparedValue]:
@@ -301,13 +285,11 @@ def _without_declared_differences(
     strategy: Any, objects: Sequence[Any]
 ) -> Iterator[None]:
     """Compute batch statistics of all rows, one device's random draws, and float32."""
-    with contextlib.ExitStack() as stack:
-        for target, name, value in (
-            (strategy, "_batch_statistics", GLOBAL),
-            (settings, "exact", True),
-        ):
-            stack.callback(setattr, target, name, getattr(target, name))
-            setattr(target, name, value)
+    before = strategy._batch_statistics, settings.exact
+    strategy._batch_statistics, settings.exact = GLOBAL, True
+    try:
         layers = [x for x in objects if isinstance(x, keras.Layer)]
-        stack.enter_context(compute_in_float32(layers))
-        yield
+        with compute_in_float32(layers):
+            yield
+    finally:
+        strategy._batch_statistics, settings.exact = before

@@ -1,25 +1,35 @@
-"""Audits of a model's step and of a function of `strategy.run`."""
+"""Audits of a model's step, on request and in the first step, and of `run`."""
 
+import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_strategy.audit.recorder import host_copy
+from keras_strategy.audit.comparison import host_copy
 from keras_strategy.audit.report import AuditReport
-from keras_strategy.audit.snapshot import find_objects
+from keras_strategy.audit.snapshot import find_objects, find_user_code
 from keras_strategy.audit.step import ROWS_PER_REPLICA, StepAudit
 from keras_strategy.core.registry import get_engine
+from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.keras_patches.trainer import build_from_batch
 from keras_strategy.options import RunOptions
 from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.train_step import count_rows
 from keras_strategy.values import DistributedValues, PerReplica, map_leaves
 
-_KINDS = ("train", "test", "predict")
+logger = logging.getLogger("keras_strategy")
+
+MODES = ("off", "warn", "raise")
+# Set by `config.audit`.
+mode = "warn"
+# Names of a model's steps, by kind.
+_STEPS = {"train": "training", "test": "evaluation", "predict": "prediction"}
 
 
 def verify(
@@ -75,9 +85,9 @@ def verify(
         assert report.differs and "mean" in report.place
     ```
     """
-    if kind not in _KINDS:
+    if kind not in _STEPS:
         raise ValueError(
-            f"Argument `kind` must be one of {', '.join(map(repr, _KINDS))}. "
+            f"Argument `kind` must be one of {', '.join(map(repr, _STEPS))}. "
             f"Received: kind={kind!r}"
         )
     strategy = strategy_of_model(model)
@@ -94,9 +104,12 @@ def verify(
     parts = (x,) if kind == "predict" else (x, y, sample_weight)
     while parts[-1] is None and len(parts) > 1:
         parts = parts[:-1]
-    batch = tree.map_structure(
-        lambda leaf: None if leaf is None else np.asarray(leaf), parts
-    )
+
+    def to_array(leaf):
+        leaf = _join_rows(strategy, leaf)
+        return leaf.numpy() if hasattr(leaf, "numpy") else np.asarray(leaf)
+
+    batch = map_leaves(lambda x: None if x is None else to_array(x), parts)
     if count_rows(batch) == 0:
         raise ValueError(
             "`verify` needs at least one row. Received arrays without rows."
@@ -245,7 +258,7 @@ def audit_step(model: Any, kind: str, strategy: Any, batch: Any) -> AuditReport 
         return None
     local, all_rows = few
     on_replicas, on_device = get_engine().audit.step_functions(model, kind, strategy)
-    report = AuditReport(f"The {_NAMES[kind]} step of the model '{model.name}'")
+    report = AuditReport(f"The {_STEPS[kind]} step of the model '{model.name}'")
     StepAudit(
         strategy,
         kind,
@@ -255,9 +268,6 @@ def audit_step(model: Any, kind: str, strategy: Any, batch: Any) -> AuditReport 
         [model],
     ).run(report)
     return report
-
-
-_NAMES = {"train": "training", "test": "evaluation", "predict": "prediction"}
 
 
 def take_first_rows(batch: Any, strategy: Any) -> tuple[Any, Any] | None:
@@ -315,3 +325,61 @@ def to_arrays(outputs: Any) -> dict[str, Any]:
 def _to_array(leaf: Any) -> np.ndarray:
     array = host_copy(leaf)
     return np.asarray(leaf) if array is None else array
+
+
+class FirstStepAudit:
+    """Audits the first step if some of it is the user's; does nothing after that.
+
+    `scope` is a context manager in which workers run collectives.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kind: str,
+        strategy: Any,
+        scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ):
+        self._model, self._kind, self._strategy = model, kind, strategy
+        self._scope = scope
+        self.is_done = strategy.num_replicas_in_sync == 1
+
+    def is_due(self) -> bool:
+        """Return True if the next step is to be audited."""
+        if self.is_done or mode == "off":
+            return False
+        if not all(layer.built for layer in all_layers(self._model)):
+            return False  # a later step
+        self.is_done = find_user_code(find_objects([self._model])) is None
+        return not self.is_done
+
+    def run(self, batch: Any) -> None:
+        """Audit the step on a global batch, or a worker's rows of it."""
+        self.is_done = True
+        with self._scope():
+            report = self._audit(batch)
+        if report is not None and report.differs:
+            self._report(report)
+
+    def _audit(self, batch: Any) -> AuditReport | None:
+        try:
+            report = audit_step(self._model, self._kind, self._strategy, batch)
+        except Exception:
+            if self._strategy.extended.cluster is not None:
+                raise  # other workers may wait for this one
+            # The step may need more rows.
+            logger.info("The first step could not be audited.", exc_info=True)
+            return None
+        self.is_done = report is not None
+        return report
+
+    def _report(self, report: AuditReport) -> None:
+        text = (
+            f"{report.message} `ks.verify(model, x, y)` shows the comparison, and "
+            '`ks.config.audit("off")` turns it off.'
+        )
+        if mode == "raise":
+            raise RuntimeError(text)
+        cluster = self._strategy.extended.cluster
+        if cluster is None or cluster.is_chief:
+            logger.warning(text)

@@ -9,17 +9,20 @@ import numpy as np
 
 from keras_strategy.core import context
 from keras_strategy.core.context import ReplicaContext
-from keras_strategy.core.protocols import Strategy
+from keras_strategy.core.protocols import Replica, Strategy
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.step_state import StepState, draw_alone
-from keras_strategy.core.variable_components import VariableComponent, unwrap_variables
+from keras_strategy.core.step_state import StepState
+from keras_strategy.core.variable_components import (
+    ComponentGroup,
+    VariableComponent,
+    unwrap_variables,
+)
 from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.options import RunOptions
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.values import (
     DistributedValues,
     Mirrored,
-    PerReplica,
     ReduceOp,
     is_numeric_array,
     map_leaves,
@@ -37,11 +40,10 @@ def arrays_to_tensors(structure: Any) -> Any:
     )
 
 
-class SingleReplica:
+class SingleReplica(Replica):
     """The only replica, so that collectives are identities."""
 
     id = 0
-    draw_once = staticmethod(draw_alone)
 
     def __init__(self, strategy: Strategy, devices: tuple[str, ...]):
         self._strategy = strategy
@@ -70,10 +72,8 @@ class SingleReplica:
         variable.assign(value)
 
 
-class SingleReplicaGroup:
+class SingleReplicaGroup(ComponentGroup):
     """The group of a strategy of one device, on any backend."""
-
-    workers = None
 
     def __init__(self, strategy: Strategy, devices: tuple[str, ...]):
         self.devices = devices
@@ -83,26 +83,14 @@ class SingleReplicaGroup:
     def scope(self):
         return get_engine().device_scope(self.devices[0])
 
-    def adopt(self, variables: Sequence[Any]) -> None:
-        """Do nothing: Keras moves the values it computes with."""
-
-    def sync_initial_values(self, variables: Sequence[Any]) -> int:
-        return len(variables)  # they cannot differ
-
     def trainer_scope(self, model: Any, method: str, arguments: dict[str, Any]):
         return contextlib.nullcontext()
-
-    def check_cross_replica_apply(self) -> None:
-        """Do nothing: there are no gradients to sum."""
 
     def components(self, variable: Any) -> tuple[Any, ...]:
         return (variable.value,)
 
     def local_bytes(self, variable: Any) -> tuple[int, ...]:
         return (byte_count(variable),)
-
-    def per_replica_value(self, variable: Any) -> PerReplica:
-        return PerReplica(self.components(variable))
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
         variable.assign(values[0])

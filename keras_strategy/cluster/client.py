@@ -40,23 +40,38 @@ _MAX_MESSAGE, _MAX_TRACE = 2_000, 20_000
 
 
 class CoordinatorClient(process_exit.ExitHandler):
-    """A worker's client of the coordinator, made by `join`.
+    """A worker's client of the coordinator, which the chief (rank 0) runs.
 
     All workers make the same calls in the same order, each from one thread. When one of
-    them fails, all end.
+    them fails, all end: a process that is only a worker (`exit_process`) at any moment,
+    another by a `WorkerFailedError` of the next call. Clients without the chief's
+    `secret` are refused.
     """
 
     def __init__(
-        self, rank: int, names: list[str], timeout_seconds: float, exit_process: bool
+        self,
+        address: tuple[str, int],
+        rank: int,
+        names: Sequence[str],
+        timeout_seconds: float | None = None,
+        *,
+        exit_process: bool = False,
+        secret: str | None = None,
+        all_local: bool = False,
     ):
+        """Join the cluster at `address`, and return when all workers have joined."""
+        if timeout_seconds is None:
+            timeout_seconds = rendezvous.default_timeout_seconds()
+        if secret is None:
+            secret = os.environ.get(rendezvous.SECRET_VARIABLE, "")
         self.rank, self.timeout_seconds = rank, timeout_seconds
-        self._names, self._name, self._chief = names, names[rank], names[0]
+        self._names, self._name, self._chief = list(names), names[rank], names[0]
         self.trace = watchdog.OperationTrace()
         self.notes = self.trace.notes
         # Why the workers cannot continue, once all know it.
         self.failure: str | None = None
         self.failed = threading.Event()
-        self.left = self._disconnected = False
+        self.left = False
         self._exit_process = exit_process
         # Whether the thread ends the process when the workers fail.
         self._thread_exits = False
@@ -67,59 +82,27 @@ class CoordinatorClient(process_exit.ExitHandler):
         self._coordinator: Coordinator | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._rank_claim: socket.socket | None = None
-        now = time.monotonic()
-        self._watchdog = watchdog.Watchdog(rank, names, timeout_seconds, now)
+        self._watchdog = watchdog.Watchdog(
+            rank, self._names, timeout_seconds, time.monotonic(), self._send, self._fail
+        )
         self._thread = transport.LoopThread("keras_strategy watchdog")
-        self._missing = names
+        self._missing = self._names
         # Resolved when no worker is missing any more.
         self._all_arrived = self._thread.loop.create_future()
-
-    @classmethod
-    def join(
-        cls,
-        address: tuple[str, int],
-        rank: int,
-        names: Sequence[str],
-        timeout_seconds: float | None = None,
-        *,
-        exit_process: bool = False,
-        secret: str | None = None,
-        all_local: bool = False,
-    ) -> CoordinatorClient:
-        """Join the cluster at `address`, and return when all workers have joined.
-
-        The chief, rank 0, runs the coordinator. A process that is only a worker
-        (`exit_process`) is ended at any moment, when another worker fails or when it
-        raises. Elsewhere the next call of this client raises a `WorkerFailedError`.
-        Clients without the chief's `secret` are refused.
-        """
-        names = [str(name) for name in names]
-        if not 0 <= rank < len(names):
-            raise ValueError(
-                f"Expected `rank` to be from 0 to {len(names) - 1}. Received: {rank!r}"
-            )
-        if timeout_seconds is None:
-            timeout_seconds = rendezvous.default_timeout_seconds()
-        name = "`timeout_seconds`"
-        timeout_seconds = rendezvous.positive_seconds(timeout_seconds, name)
-        if secret is None:
-            secret = os.environ.get(rendezvous.SECRET_VARIABLE, "")
-        client = cls(rank, names, timeout_seconds, exit_process)
-        process_exit.register(client)
+        process_exit.register(self)
         try:
             if rank == 0:
                 listeners = rendezvous.open_listeners(*address, all_local)
-                client._coordinator = Coordinator(listeners, names, secret)
+                self._coordinator = Coordinator(listeners, names, secret)
                 # The chief may not reach itself by the name that others use.
-                address = client._coordinator.address
-            claim = {"rank": rank, "names": names}
-            client._rank_claim = rendezvous.claim_rank(address, claim, secret)
-            client._thread.run(client._connect(address, claim, secret))
+                address = self._coordinator.address
+            claim = {"rank": rank, "names": self._names}
+            self._rank_claim = rendezvous.claim_rank(address, claim, secret)
+            self._thread.run(self._connect(address, claim, secret))
         except BaseException:
-            client.leave()
+            self.leave()
             raise
-        client._thread_exits = exit_process
-        return client
+        self._thread_exits = exit_process
 
     def on_leave(self, callback: Callable[[], None]) -> None:
         """Call `callback`, the last one first, before this worker disconnects."""
@@ -213,9 +196,7 @@ class CoordinatorClient(process_exit.ExitHandler):
 
             async def report() -> bool:
                 now = time.monotonic()
-                actions = self._watchdog.report_missing_workers(operation, trace, now)
-                self._perform(actions)
-                return bool(actions)
+                return self._watchdog.report_missing_workers(operation, trace, now)
 
             if self._thread.run(report()):
                 self.failed.wait(watchdog.RELAY_SECONDS + 1)
@@ -258,7 +239,7 @@ class CoordinatorClient(process_exit.ExitHandler):
         self._raise_recorded(None)
         if self.left:
             raise RuntimeError("This worker has left its cluster.")
-        if self._disconnected:
+        if self._watchdog.disconnected:
             raise WorkerFailedError(
                 f"{self._chief} ended while {self._name} was waiting for it in "
                 f"`{operation}`"
@@ -290,7 +271,7 @@ class CoordinatorClient(process_exit.ExitHandler):
         await self._all_arrived
 
     async def _disconnect(self) -> None:
-        self._watchdog.leave()
+        self._watchdog.leaving = True
         if self._writer is not None:
             # The coordinator answers by closing the connection.
             self._send({"type": "bye"})
@@ -303,16 +284,18 @@ class CoordinatorClient(process_exit.ExitHandler):
             # The coordinator still runs, and the other workers do not know.
             message = f"{self._chief} {why}"
             self._send({"type": "failed", "message": message, "details": ""})
-        self._disconnected = True
-        self._perform(self._watchdog.on_disconnect(why))
+        self._watchdog.on_disconnect(why)
         self._wake()
 
     def _handle(self, message: dict[str, Any]) -> None:
         now = time.monotonic()
-        self._perform(self._watchdog.on_message(message, now))
+        self._watchdog.on_message(message, now)
         kind = message["type"]
         if kind == "reply":
-            self._replies.pop(message["id"]).put(self._values(message))
+            # It has equal values once.
+            indices = message.get("indices", [0] * len(self._names))
+            values = [message["values"][n] for n in indices]
+            self._replies.pop(message["id"]).put(values)
         elif kind == "arrived":
             self._missing = message["missing"]
             if not self._missing and not self._all_arrived.done():
@@ -320,11 +303,6 @@ class CoordinatorClient(process_exit.ExitHandler):
         elif kind == "report":
             state = self.trace.state(self._watchdog, now)._asdict()
             self._send({"type": "state", "report": message["report"], "state": state})
-
-    def _values(self, reply: dict[str, Any]) -> list[Any]:
-        """Return the values by rank; the reply has equal ones once."""
-        values = reply["values"]
-        return [values[n] for n in reply.get("indices", [0] * len(self._names))]
 
     def _warn_missing(self, address: tuple[str, int]) -> None:
         if self._writer is None:
@@ -335,21 +313,13 @@ class CoordinatorClient(process_exit.ExitHandler):
 
     def _check_regularly(self) -> None:
         operation, now = self.trace.operation, time.monotonic()
-        self._perform(self._watchdog.check(operation, now))
+        self._watchdog.check(operation, now)
         if operation is not None:
             self._watchdog.warn_if_slow(operation, now)
         self._thread.loop.call_later(self._watchdog.interval, self._check_regularly)
 
     def _report(self, message: str, details: str = "") -> None:
-        now = time.monotonic()
-        self._perform(self._watchdog.report_failure(message, details, now))
-
-    def _perform(self, actions: watchdog.Actions) -> None:
-        for action in actions:
-            if isinstance(action, watchdog.Fail):
-                self._fail(action)
-            else:
-                self._send(action.message)
+        self._watchdog.report_failure(message, details, time.monotonic())
 
     def _send(self, message: dict[str, Any]) -> None:
         self._write(transport.encode(message))
@@ -358,16 +328,15 @@ class CoordinatorClient(process_exit.ExitHandler):
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(line)
 
-    def _fail(self, failure: watchdog.Fail) -> None:
+    def _fail(self, text: str, details: str) -> None:
         """Record the final failure, and end the process if that is allowed."""
-        text = failure.message
         operation, last = self.trace.operation, self.trace.last
         if operation is not None:
             text += f" [{self._name} was in `{operation.name}`]"
         elif last:
             text += f" [{self._name} was past `{last}`]"
-        if failure.details:
-            text += "\n" + failure.details.rstrip()
+        if details:
+            text += "\n" + details.rstrip()
         self.failure = text
         self.failed.set()
         if not self._all_arrived.done():

@@ -84,7 +84,6 @@ class Coordinator:
         self._thread.stop(_FLUSH_SECONDS)
 
     def detach(self) -> None:
-        """Close a forked child's copies of the parent's sockets."""
         transport.detach(*self._listeners, *self._writers.values(), *self._untrusted)
 
     async def _close(self) -> None:
@@ -142,10 +141,9 @@ class Coordinator:
             writer.write(transport.encode({"type": "untrusted"}))
             return None
         refusal = self._refusal(**claim)
-        answer = {"type": "refused", "message": refusal}
-        if refusal is None:
-            answer = {"type": "welcome"}
-        answer["proof"] = transport.make_proof(self._secret, "chief", *about)
+        kind = "welcome" if refusal is None else "refused"
+        proof = transport.make_proof(self._secret, "chief", *about)
+        answer = {"type": kind, "message": refusal, "proof": proof}
         writer.write(transport.encode(answer))
         if refusal is not None:
             return None

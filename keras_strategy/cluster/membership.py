@@ -53,7 +53,7 @@ class Cluster:
     def values_if_different(self, operation: str, value: Any) -> list[Any] | None:
         """Return the workers' values by rank if they differ, else None."""
         # The value may be long: only its digest is exchanged unless the digests differ.
-        if len(set(self.exchange(operation, _digest(value)))) == 1:
+        if len(set(self.exchange(operation, json_digest(value)))) == 1:
             return None
         return self.exchange(f"{operation}: what differs", value)
 
@@ -67,7 +67,7 @@ class Cluster:
         """
         # However long the list is, the messages are short: a digest of it, and where
         # those differ the digests of its parts, until one item is left.
-        replies = self.exchange(operation, [_digest(items), len(items), extra])
+        replies = self.exchange(operation, [json_digest(items), len(items), extra])
         extras = [value for *_, value in replies]
         if all(digest == replies[0][0] for digest, *_ in replies):
             return extras, None
@@ -75,7 +75,7 @@ class Cluster:
         while high - low > 1:
             step = -(-(high - low) // _PARTS)
             starts = range(low, high, step)
-            digests = [_digest(items[start : start + step]) for start in starts]
+            digests = [json_digest(items[start : start + step]) for start in starts]
             parts = self.exchange(f"{operation}: what differs", digests)
             differ = (len(set(part)) > 1 for part in zip(*parts, strict=True))
             # The lists differ, so at least one part does.
@@ -102,7 +102,7 @@ class Cluster:
         return ", ".join(f"{name}: {value}" for name, value in pairs)
 
 
-def _digest(value: Any) -> str:
+def json_digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
@@ -152,7 +152,7 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
             "MirroredStrategy for the devices of this machine."
         )
     try:
-        client = CoordinatorClient.join(
+        client = CoordinatorClient(
             rendezvous_address(addresses),
             rank,
             names,
@@ -160,9 +160,9 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
             exit_process=True,
             all_local=all_local(addresses),
         )
-    except ClusterError as error:
-        status = process_exit.EXIT_CLUSTER_NOT_FORMED
-        process_exit.register(process_exit.ExitStatusOnError(error, status))
+    except ClusterError:
+        # It sets the exit status.
+        process_exit.register(process_exit.ExitHandler())
         raise
     _joined = Cluster(rank, names, addresses, client, options)
     return _joined

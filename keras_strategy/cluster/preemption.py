@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from keras_strategy.cluster.membership import Cluster
 from keras_strategy.cluster.process_exit import EXIT_PREEMPTED
 from keras_strategy.options import TerminationConfig
 
@@ -72,13 +73,9 @@ class NextAction(enum.Enum):
 class Preemption:
     """Agreement of all workers, after each step, on when they save and exit."""
 
-    def __init__(
-        self,
-        config: TerminationConfig,
-        exchange: Callable[[list[bool]], list[list[bool]]],
-    ):
+    def __init__(self, config: TerminationConfig, cluster: Cluster | None):
         self.notice = TerminationNotice(config.termination_watcher_fn)
-        self._config, self._exchange = config, exchange
+        self._config, self._cluster = config, cluster
         self._saved = self._ended = False
         # Mean duration of a step, and that of the last save.
         self._step_start: float | None = None
@@ -102,7 +99,9 @@ class Preemption:
         if since is not None:
             left = since + (self._config.grace_period or 0.0) - time.monotonic()
             is_due = left <= _MARGIN * (2 * self._step_seconds + self._save_seconds)
-        states = self._exchange([since is not None, is_due])
+        states = [[since is not None, is_due]]
+        if self._cluster is not None:
+            states = self._cluster.exchange("whether to end", states[0])
         if any(due for _, due in states):
             self._ended = True
             return NextAction.SAVE_AND_END

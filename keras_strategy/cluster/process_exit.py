@@ -15,6 +15,8 @@ from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import Any, NoReturn
 
+from keras_strategy.errors import ClusterError
+
 # The cluster was not formed.
 EXIT_CLUSTER_NOT_FORMED = 69
 # The worker was asked to stop and saved its state: start it again.
@@ -32,6 +34,8 @@ class ExitHandler:
 
     def on_exception(self, error: BaseException, trace: str) -> None:
         """Handle an uncaught exception, which has been printed."""
+        if isinstance(error, ClusterError):
+            exit_now("", EXIT_CLUSTER_NOT_FORMED)
 
     def leave(self) -> None:
         """Handle the exit of the interpreter."""
@@ -86,17 +90,6 @@ def exit_now(text: str, status: int) -> NoReturn:
     os._exit(status)
 
 
-class ExitStatusOnError(ExitHandler):
-    """Exit handler that sets the exit status if a certain error ends the process."""
-
-    def __init__(self, error: BaseException, status: int):
-        self._error, self._status = error, status
-
-    def on_exception(self, error: BaseException, trace: str) -> None:
-        if error is self._error:
-            exit_now("", self._status)
-
-
 def _excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
@@ -113,7 +106,6 @@ def _excepthook(
 
 
 def _outermost_code() -> CodeType | None:
-    """Return the code of the main thread's outermost frame."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back

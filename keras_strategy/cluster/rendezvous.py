@@ -23,7 +23,11 @@ from typing import Any
 
 from keras_strategy.cluster import transport
 from keras_strategy.cluster.transport import ProtocolError
-from keras_strategy.cluster_resolver.cluster_spec import join_host_port, split_host_port
+from keras_strategy.cluster_resolver.cluster_spec import (
+    join_host_port,
+    port_number,
+    split_host_port,
+)
 from keras_strategy.errors import ClusterError
 
 PORT_VARIABLE = "KERAS_STRATEGY_PORT"
@@ -34,8 +38,6 @@ SECRET_VARIABLE = "KERAS_STRATEGY_SECRET"
 
 def rendezvous_address(addresses: Sequence[str]) -> tuple[str, int]:
     """Return the chief's host, and the configured port or a free one after its own."""
-    if not addresses:
-        raise ValueError("Expected the address of at least one worker. Received: []")
     host, port = split_host_port(addresses[0])
     if not host:
         raise ValueError(
@@ -45,13 +47,13 @@ def rendezvous_address(addresses: Sequence[str]) -> tuple[str, int]:
     configured = os.environ.get(PORT_VARIABLE)
     if configured:
         name = f"the environment variable {PORT_VARIABLE}"
-        return host, _parse_port(configured, name)
+        return host, port_number(configured, name)
     if not port:
         raise ValueError(
             f"The chief's address {addresses[0]!r} has no port. Set the environment "
             f"variable {PORT_VARIABLE} to a free port, the same on every worker."
         )
-    chief = _parse_port(port, f"the port of the chief's address {addresses[0]!r}")
+    chief = port_number(port, f"the port of the chief's address {addresses[0]!r}")
     # Workers on one host often have consecutive ports.
     used = {
         p
@@ -68,27 +70,24 @@ def rendezvous_address(addresses: Sequence[str]) -> tuple[str, int]:
 
 
 def default_timeout_seconds() -> float:
-    return _seconds_from_environment(TIMEOUT_VARIABLE, 600.0)
+    return _read_seconds(TIMEOUT_VARIABLE, 600.0)
 
 
 def save_timeout_seconds(minimum: float) -> float:
     """Return how long the other workers wait for one that writes files."""
-    return _seconds_from_environment(SAVE_TIMEOUT_VARIABLE, max(3600.0, minimum))
+    return _read_seconds(SAVE_TIMEOUT_VARIABLE, max(3600.0, minimum))
 
 
-def _seconds_from_environment(name: str, default: float) -> float:
+def _read_seconds(name: str, default: float) -> float:
     value = os.environ.get(name) or default
-    return positive_seconds(value, f"the environment variable {name}")
-
-
-def positive_seconds(value: float | str, name: str) -> float:
     try:
         seconds = float(value)
-    except (TypeError, ValueError):
+    except ValueError:
         seconds = math.nan
-    if isinstance(value, bool) or not 0 < seconds < math.inf:
+    if not 0 < seconds < math.inf:
         raise ValueError(
-            f"Expected {name} to be a positive number of seconds. Received: {value!r}"
+            f"Expected the environment variable {name} to be a positive number of "
+            f"seconds. Received: {value!r}"
         )
     return seconds
 
@@ -111,8 +110,8 @@ def all_local(addresses: Sequence[str]) -> bool:
     return len(hosts) == 1 and all(hosts) and bool(local_addresses(*hosts))
 
 
-def local_addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """Return those addresses of `host` that are this machine's, with their families."""
+def local_addresses(host: str) -> list[str]:
+    """Return those addresses of `host` that are this machine's."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -121,16 +120,8 @@ def local_addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
     for family, _, _, _, address in dict.fromkeys(found):
         with contextlib.suppress(OSError), socket.socket(family) as probe:
             probe.bind((address[0], 0))
-            addresses.append((family, str(address[0])))
+            addresses.append(str(address[0]))
     return addresses
-
-
-def _parse_port(text: str, name: str) -> int:
-    if text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) < 65536:
-        return int(text)
-    raise ValueError(
-        f"Expected {name} to be a port from 1 to 65535. Received: {text!r}"
-    )
 
 
 _CONNECT_SECONDS = 5.0
@@ -153,22 +144,20 @@ def open_listeners(
     # router, or resolves to the loopback on this machine alone, as on Debian.
     try:
         if is_loopback(host):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
             is_name = host.lower().startswith("localhost")
-            addresses = [(family, "127.0.0.1" if is_name else host)]
+            addresses = ["127.0.0.1" if is_name else host]
         else:
             addresses = local_addresses(host)
-            if not all_local and all(is_loopback(name) for _, name in addresses):
+            if not all_local and all(map(is_loopback, addresses)):
                 addresses = []
-        if addresses:
-            with contextlib.ExitStack() as opened:
-                listeners = [
-                    opened.enter_context(
-                        socket.create_server((address, port), family=family)
-                    )
-                    for family, address in addresses
-                ]
-                opened.pop_all()
+        with contextlib.ExitStack() as opened:
+            listeners = []
+            for address in addresses:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                listener = socket.create_server((address, port), family=family)
+                listeners.append(opened.enter_context(listener))
+            opened.pop_all()
+        if listeners:
             return listeners
         if socket.has_dualstack_ipv6():
             with contextlib.suppress(OSError):
@@ -194,15 +183,13 @@ def reserve_name(name: str) -> socket.socket | None:
     """Reserve a name on this machine until the returned socket, if any, is closed."""
     if sys.platform != "linux":
         return None
-    holder = None
+    holder = socket.socket(socket.AF_UNIX)
     try:
-        holder = socket.socket(socket.AF_UNIX)
         # A name in the kernel's abstract namespace has no file, nobody can connect to
         # it, and the end of the process frees it.
         holder.bind(f"\0keras_strategy {name}")
     except OSError as error:
-        if holder is not None:
-            holder.close()
+        holder.close()
         if error.errno == errno.EADDRINUSE:
             raise
         return None
@@ -303,7 +290,5 @@ async def _authenticate(
         raise _RefusedError("the chief there belongs to another run")
     if not transport.is_proof(answer.get("proof"), secret, "chief", *about):
         raise ProtocolError("no proof")
-    if answer["type"] == "refused":
-        raise _RefusedError(answer.get("message"))
     if answer["type"] != "welcome":
-        raise ProtocolError("no welcome")
+        raise _RefusedError(answer.get("message"))

@@ -1,7 +1,7 @@
 """Watchdog of a worker: the trace of its operations, and when it gives up.
 
 `Watchdog` has neither a thread nor a socket nor a clock: its caller passes in events
-with their time, and carries out the returned actions.
+with their time, and two functions that carry out what it decides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 # Time for all workers to report their state to the coordinator. A healthy process
@@ -128,26 +128,23 @@ class OperationTrace:
         return where, "".join(frames.format())
 
 
-class Send(NamedTuple):
-    """Action: send a message to the coordinator."""
-
-    message: dict[str, Any]
-
-
-class Fail(NamedTuple):
-    """Final action: this worker cannot continue, for this reason."""
-
-    message: str
-    details: str = ""
-
-
-Actions = list[Send | Fail]
-
-
 class Watchdog:
-    """State machine that turns messages and waiting times into actions, at `now`."""
+    """State machine that acts on messages and waiting times, at `now`.
 
-    def __init__(self, rank: int, names: list[str], timeout_seconds: float, now: float):
+    `send` gets messages for the coordinator, and `fail` once why this worker cannot
+    continue, with details.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        names: list[str],
+        timeout_seconds: float,
+        now: float,
+        send: Callable[[dict[str, Any]], object],
+        fail: Callable[[str, str], object],
+    ):
+        self._send, self._fail = send, fail
         self._names, self._name = names, names[rank]
         self._timeout = timeout_seconds
         # Seconds between two calls of `check`.
@@ -164,67 +161,61 @@ class Watchdog:
         # The last inquiry after a timeout, and its time.
         self._inquiry: tuple[Operation, float] | None = None
         # A failure that the coordinator has not relayed yet, and its deadline.
-        self._reported: tuple[Fail, float] | None = None
-        self._disconnected = self._leaving = self._ended = False
+        self._reported: tuple[str, str] | None = None
+        self._relay_until = now
+        self.disconnected = self.leaving = self._ended = False
         # Names of the operations that were logged as slow.
         self._warned: set[str] = set()
 
-    def on_message(self, message: Mapping[str, Any], now: float) -> Actions:
+    def on_message(self, message: Mapping[str, Any], now: float) -> None:
         self._record_call(now)
         self._last_message = now
         if message["type"] == "left":
             self._left.append(self._names[message["rank"]])
             self._left_at = now
         elif message["type"] == "failed":
-            return self._end(Fail(message["message"], message["details"]))
-        return []
+            self._end(message["message"], message["details"])
 
-    def on_disconnect(self, why: str) -> Actions:
+    def on_disconnect(self, why: str) -> None:
         """Handle the loss of the coordinator; `why` completes "chief ..."."""
-        self._disconnected = True
-        if self._leaving or self._names[0] in self._left:
-            return []
-        # At once: a backend that lost its chief may end the process.
-        lost = Fail(f"{self._names[0]} {why}")
-        return self._end(self._reported[0] if self._reported else lost)
+        self.disconnected = True
+        if not self.leaving and self._names[0] not in self._left:
+            # At once: a backend that lost its chief may end the process.
+            self._end(*(self._reported or (f"{self._names[0]} {why}", "")))
 
-    def report_failure(self, message: str, details: str, now: float) -> Actions:
-        failure = Fail(message, details)
-        if self._disconnected:
-            return self._end(failure)
+    def report_failure(self, message: str, details: str, now: float) -> None:
+        if self.disconnected:
+            self._end(message, details)
+            return
         if self._reported is None:
-            self._reported = failure, now + RELAY_SECONDS
-        return [Send({"type": "failed", **failure._asdict()})]
+            self._reported = message, details
+            self._relay_until = now + RELAY_SECONDS
+        self._send({"type": "failed", "message": message, "details": details})
 
-    def leave(self) -> None:
-        self._leaving = True
-
-    def check(self, operation: Operation | None, now: float) -> Actions:
+    def check(self, operation: Operation | None, now: float) -> None:
         self._record_call(now)
         if self._reported is not None:
-            failure, until = self._reported
-            return self._end(failure) if now >= until else []
-        if operation is None or self._leaving or self._ended:
-            return []
+            if now >= self._relay_until:
+                self._end(*self._reported)
+            return
+        if operation is None or self.leaving or self._ended:
+            return
         waited = self.waited(operation, now)
         if self._left and min(waited, now - self._left_at) > LEFT_SECONDS:
-            return self.report_missing_workers(operation.name, "", now)
-        if waited > (operation.seconds or self._timeout):
-            return self._inquire(operation, now)
-        if waited > DEADLOCK_SECONDS and self._suspected is not operation:
+            self.report_missing_workers(operation.name, "", now)
+        elif waited > (operation.seconds or self._timeout):
+            self._inquire(operation, now)
+        elif waited > DEADLOCK_SECONDS and self._suspected is not operation:
             self._suspected = operation
-            return [Send({"type": "inquire", "count": operation.count})]
-        return []
+            self._send({"type": "inquire", "count": operation.count})
 
-    def report_missing_workers(
-        self, operation: str, details: str, now: float
-    ) -> Actions:
-        """Report that an operation cannot finish without the workers that left."""
-        if not self._left:
-            return []
-        left = " and ".join(self._left)
-        waiting = f"{self._name} was waiting for it in `{operation}`"
-        return self.report_failure(f"{left} ended while {waiting}", details, now)
+    def report_missing_workers(self, operation: str, details: str, now: float) -> bool:
+        """Report that an operation lacks the workers that left, if any did."""
+        if self._left:
+            left = " and ".join(self._left)
+            waiting = f"{self._name} was waiting for it in `{operation}`"
+            self.report_failure(f"{left} ended while {waiting}", details, now)
+        return bool(self._left)
 
     def waited(self, operation: Operation, now: float) -> float:
         """Return the seconds in an operation during which this process ran."""
@@ -263,7 +254,7 @@ class Watchdog:
             self._awake_since = now
         self._last_call = now
 
-    def _inquire(self, operation: Operation, now: float) -> Actions:
+    def _inquire(self, operation: Operation, now: float) -> None:
         timeout = operation.seconds or self._timeout
         inquired, inquired_at = self._inquiry or (None, now)
         overdue = now - inquired_at > ANSWER_SECONDS
@@ -272,18 +263,15 @@ class Watchdog:
         if inquired is not operation or (overdue and answered):
             self._inquiry = operation, now
             question = {"count": operation.count, "timeout": timeout}
-            return [Send({"type": "inquire", **question})]
-        if not overdue:
-            return []
-        silence = (
-            f"{self._names[0]} does not answer, and {self._name} has been in "
-            f"`{operation.name}` for more than {timeout:g} s: its process is "
-            "stopped, or one long call keeps Python busy"
-        )
-        return self._end(Fail(silence))
+            self._send({"type": "inquire", **question})
+        elif overdue:
+            self._end(
+                f"{self._names[0]} does not answer, and {self._name} has been in "
+                f"`{operation.name}` for more than {timeout:g} s: its process is "
+                "stopped, or one long call keeps Python busy"
+            )
 
-    def _end(self, failure: Fail) -> Actions:
-        if self._ended:
-            return []
-        self._ended = True
-        return [failure]
+    def _end(self, message: str, details: str = "") -> None:
+        if not self._ended:
+            self._ended = True
+            self._fail(message, details)

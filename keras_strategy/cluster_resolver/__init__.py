@@ -9,7 +9,7 @@ from keras_strategy.cluster_resolver.environment import (
     TFConfigClusterResolver,
     TorchrunClusterResolver,
 )
-from keras_strategy.cluster_resolver.gce import GCEClusterResolver
+from keras_strategy.cluster_resolver.google_api import GCEClusterResolver
 from keras_strategy.cluster_resolver.kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,

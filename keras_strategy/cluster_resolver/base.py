@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import abc
 import importlib
-import re
 from typing import Any
 
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
-
-_DEVICE_NAME = re.compile(r"([a-z]+):\d+")
 
 
 class ClusterResolver(abc.ABC):
@@ -154,16 +151,8 @@ def local_device_kinds() -> list[str]:
     """Return the kind of each device of this process: "CPU", "GPU" or "TPU"."""
     # Only here: a query of the cluster must not start a backend.
     registry = importlib.import_module("keras_strategy.core.registry")
-    kinds = []
-    for name in registry.get_engine().list_devices():
-        match = _DEVICE_NAME.fullmatch(name)
-        if match is None:
-            raise ValueError(
-                'Expected the backend to name its devices like "gpu:0". Received: '
-                f"{name!r}"
-            )
-        kinds.append(match.group(1).upper())
-    return kinds
+    names = registry.get_engine().list_devices()
+    return [name.partition(":")[0].upper() for name in names]
 
 
 def format_master_url(master: str, rpc_layer: str | None = None) -> str:

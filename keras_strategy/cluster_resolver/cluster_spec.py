@@ -233,10 +233,6 @@ def validate_task(spec: ClusterSpec, task_type: str, task_id: int) -> None:
             raise ValueError(
                 f"Expected at most one {job!r} task. Received: {spec.num_tasks(job)}"
             )
-    if task_type not in TASK_TYPES:
-        raise ValueError(
-            f"Expected `task_type` to be one of {TASK_TYPES}. Received: {task_type!r}"
-        )
     if task_type not in spec.jobs:
         # The evaluator need not be in the cluster whose checkpoints it reads.
         if task_type != "evaluator":

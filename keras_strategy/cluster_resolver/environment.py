@@ -132,10 +132,7 @@ class TFConfigClusterResolver(EnvironmentClusterResolver):
         task_type = _get_text(task, "type", "task.type")
         task_id = None
         if "index" in task:
-            try:
-                task_id = task_index(task["index"], "the index")
-            except ValueError:
-                raise _invalid("task.index", "an integer >= 0", task["index"]) from None
+            task_id = task_index(task["index"], f"{TF_CONFIG}: task.index")
         if task_type in cluster.jobs and task_id is not None:
             indices = cluster.task_indices(task_type)
             if task_id not in indices:
@@ -161,7 +158,7 @@ def _load_tf_config() -> Any:
         # A JSONDecodeError, or the refusal of a number with thousands of digits.
         raise ValueError(
             f"Expected the environment variable {TF_CONFIG} to be valid JSON. "
-            f"Received: {_truncate(text)} ({error})"
+            f"Received: {text[:200]} ({error})"
         ) from None
 
 
@@ -185,12 +182,8 @@ def _get_text(parent: dict[str, Any], key: str, place: str) -> str | None:
 def _invalid(place: str, expected: str, value: Any) -> ValueError:
     where = f"{TF_CONFIG}: {place}" if place else TF_CONFIG
     return ValueError(
-        f"Expected {where} to be {expected}. Received: {_truncate(repr(value))}"
+        f"Expected {where} to be {expected}. Received: {repr(value)[:200]}"
     )
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def _require(name: str, launcher: str) -> str:
@@ -210,7 +203,6 @@ def _get_int(name: str, minimum: int = 0) -> int | None:
 
 
 def _read_rank(rank_name: str, size_name: str, launcher: str) -> tuple[int, int]:
-    """Return this process's rank and the number of ranks."""
     size = as_int(_require(size_name, launcher), size_name, minimum=1)
     rank = as_int(_require(rank_name, launcher), rank_name)
     if rank >= size:

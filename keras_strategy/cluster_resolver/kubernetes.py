@@ -12,7 +12,6 @@ from keras_strategy.cluster_resolver.cluster_spec import (
     port_number,
 )
 
-_WHO = "KubernetesClusterResolver"
 _CONNECT_AND_READ_SECONDS = (3.0, 5.0)
 _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 
@@ -166,8 +165,9 @@ def _make_client(location: KubernetesExecutableLocation) -> Any:
             "Expected `executable_location` to be a KubernetesExecutableLocation. "
             f"Received: {location!r}"
         )
-    config = import_extra("kubernetes.config", "kubernetes", _WHO)
-    client = import_extra("kubernetes.client", "kubernetes", _WHO)
+    user = "kubernetes", "KubernetesClusterResolver"
+    config = import_extra("kubernetes.config", *user)
+    client = import_extra("kubernetes.client", *user)
     configuration = client.Configuration()
     try:
         if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
@@ -203,11 +203,10 @@ def _sort_key(pod: Any) -> tuple[bool, int, str]:
 def _find_ip(pod: Any) -> str:
     # tf.distribute uses the node's address (host_ip), where nothing listens unless the
     # pod uses the node's network; then both are the same.
-    for name in ("pod_ip", "host_ip"):
-        address = getattr(pod.status, name, None)
-        if isinstance(address, str) and address:
-            return address
-    raise RuntimeError(
-        "Expected a running pod to have an address. Received: pod "
-        f'"{pod.metadata.name}" without one'
-    )
+    address = pod.status.pod_ip or pod.status.host_ip
+    if not address:
+        raise RuntimeError(
+            "Expected a running pod to have an address. Received: pod "
+            f'"{pod.metadata.name}" without one'
+        )
+    return address

@@ -44,16 +44,13 @@ def expand_hostlist(hostlist: str) -> list[str]:
     try:
         # Keep duplicates: without one, the following ranks would shift.
         result = library.expand_hostlist(hostlist, allow_duplicates=True)
+        if len(set(result)) != len(result):
+            raise ValueError("it must have every node once")
     except (library.BadHostlist, RecursionError, ValueError) as error:
         raise ValueError(
             "Expected the environment variable SLURM_STEP_NODELIST to be a host list "
             f'like "node[1-3,07],login". Received: {hostlist[:200]!r} ({error})'
         ) from None
-    if len(set(result)) != len(result):
-        raise ValueError(
-            "Expected every node once in SLURM_STEP_NODELIST. Received: "
-            f"{hostlist[:200]!r}"
-        )
     return result
 
 
@@ -91,17 +88,14 @@ def _assign_gpus(
 ) -> _Gpus:
     """Divide a node's GPUs, by default all, among its tasks, by default equally."""
     value = os.environ.get(_CUDA)
-    if value is None:
-        visible = None
-    elif value in _previous_devices:
-        visible = _previous_devices[value]
-    else:
-        visible = [gpu.strip() for gpu in value.split(",") if gpu.strip()]
+    visible: Sequence[str] | None = None
+    if value is not None:
+        listed = [gpu.strip() for gpu in value.split(",") if gpu.strip()]
+        visible = _previous_devices.get(value, listed)
     if per_node is None and per_task is None and _is_bound_by_slurm():
         return _Gpus(len(visible or []))
     if per_node is None:
-        visible = _list_installed_gpus() if visible is None else visible
-        per_node = len(visible)
+        per_node = _count_installed_gpus() if visible is None else len(visible)
     if per_task is None:
         per_task = per_node // num_tasks
         if not per_task:
@@ -128,8 +122,8 @@ def _assign_gpus(
     return _Gpus(per_task, visible, visible[first : first + per_task])
 
 
-def _list_installed_gpus() -> list[str]:
-    """Return the GPUs that nvidia-smi lists; none if it fails."""
+def _count_installed_gpus() -> int:
+    """Return how many GPUs nvidia-smi lists; 0 if it fails."""
     try:
         output = subprocess.run(
             ["nvidia-smi", "--list-gpus"],
@@ -140,9 +134,8 @@ def _list_installed_gpus() -> list[str]:
             check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):
-        return []
-    lines = [line for line in output.splitlines() if line.startswith("GPU ")]
-    return [str(index) for index in range(len(lines))]
+        return 0
+    return sum(line.startswith("GPU ") for line in output.splitlines())
 
 
 def _is_bound_by_slurm() -> bool:
@@ -247,13 +240,6 @@ class SlurmClusterResolver(ClusterResolver):
                 self._task_type, self._task_id = job_name, self._rank - first
             first += count
         _, local_rank = self._placement[self._rank]
-        self._check_distribution(local_rank)
-        self._gpus = _assign_gpus(
-            gpus_per_node, gpus_per_task, max(nodes.values()), local_rank
-        )
-
-    def _check_distribution(self, local_rank: int) -> None:
-        """Check that the ranks follow the node list."""
         # With `srun --distribution=cyclic` every address would be another task's.
         text = os.environ.get("SLURM_LOCALID")
         found = as_int(text, "SLURM_LOCALID") if text else local_rank
@@ -264,6 +250,9 @@ class SlurmClusterResolver(ClusterResolver):
                 f"{found}. Start with `srun --distribution=block`, or correct "
                 "`tasks_per_node`"
             )
+        self._gpus = _assign_gpus(
+            gpus_per_node, gpus_per_task, max(nodes.values()), local_rank
+        )
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the cluster; set CUDA_VISIBLE_DEVICES if `auto_set_gpu` is true."""

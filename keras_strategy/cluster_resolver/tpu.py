@@ -6,7 +6,6 @@ the metadata server of a TPU VM, or the TPU API.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import ipaddress
 import json
@@ -65,57 +64,42 @@ def tpu_vm_addresses() -> list[str]:
     return hosts
 
 
-@dataclasses.dataclass(frozen=True)
-class TPUNode:
-    """TPU with a name, from the TPU API."""
+def _node_addresses(
+    name: str, project: str, zone: str, make_service: Callable[[], Any]
+) -> list[str]:
+    """Return the current hosts of a TPU with a name, from the TPU API."""
 
-    name: str
-    project: str
-    zone: str
-    # Not in the repr: they may contain keys.
-    credentials: Any = dataclasses.field(repr=False)
-    service: Any = dataclasses.field(repr=False)
-    discovery_url: str | None
+    def not_found(reason: str) -> ValueError:
+        return ValueError(
+            f"Could not lookup TPU metadata from name '{name}' (project '{project}', "
+            f"zone '{zone}'). Please doublecheck the tpu argument in the "
+            f"TPUClusterResolver constructor. Exception: {reason}"
+        )
 
-    def addresses(self) -> list[str]:
-        """Return the current hosts of the node."""
-
-        def not_found(reason: str) -> ValueError:
-            return ValueError(
-                f"Could not lookup TPU metadata from name '{self.name}' (project "
-                f"'{self.project}', zone '{self.zone}'). Please doublecheck the tpu "
-                f"argument in the TPUClusterResolver constructor. Exception: {reason}"
-            )
-
-        full_name = f"projects/{self.project}/locations/{self.zone}/nodes/{self.name}"
-        try:
-            # New each time, since an old connection times out.
-            service = self.service or google_api.build_service(
-                *("tpu", "v1", self.credentials, "tpu", "TPUClusterResolver"),
-                self.discovery_url,
-            )
-            node = service.projects().locations().nodes().get(name=full_name).execute()
-        except ImportError:
-            raise
-        except Exception as error:
-            raise not_found(google_api.summarize(error)) from None
-        if not isinstance(node, dict):
-            raise not_found("the answer is not a node")
-        if node.get("state") != "READY":
-            raise RuntimeError(
-                f'TPU "{self.name}" is not yet ready; state: "{node.get("state")}". '
-                'Expected the state "READY"'
-            )
-        endpoints = node.get("networkEndpoints", [node])
-        try:
-            pairs = [
-                (e["ipAddress"], port_number(e["port"], "port")) for e in endpoints
-            ]
-        except (KeyError, TypeError, ValueError):
-            pairs = []
-        if not pairs or not all(isinstance(host, str) and host for host, _ in pairs):
-            raise not_found("the answer has no addresses")
-        return [join_host_port(*pair) for pair in pairs]
+    full_name = f"projects/{project}/locations/{zone}/nodes/{name}"
+    try:
+        # New each time, since an old connection times out.
+        nodes = make_service().projects().locations().nodes()
+        node = nodes.get(name=full_name).execute()
+    except ImportError:
+        raise
+    except Exception as error:
+        raise not_found(google_api.summarize(error)) from None
+    if not isinstance(node, dict):
+        raise not_found("the answer is not a node")
+    if node.get("state") != "READY":
+        raise RuntimeError(
+            f'TPU "{name}" is not yet ready; state: "{node.get("state")}". '
+            'Expected the state "READY"'
+        )
+    endpoints = node.get("networkEndpoints", [node])
+    try:
+        pairs = [(e["ipAddress"], port_number(e["port"], "port")) for e in endpoints]
+    except (KeyError, TypeError, ValueError):
+        pairs = []
+    if not pairs or not all(isinstance(host, str) and host for host, _ in pairs):
+        raise not_found("the answer has no addresses")
+    return [join_host_port(*pair) for pair in pairs]
 
 
 def locate_tpu(
@@ -153,7 +137,12 @@ def locate_tpu(
         )
     project = project or _from_metadata("project", "project/project-id", _PROJECT)
     zone = zone or _from_metadata("zone", "instance/zone", _ZONE)
-    return TPUNode(name, project, zone, credentials, service, url).addresses
+
+    def make_service() -> Any:
+        api = "tpu", credentials, "tpu", "TPUClusterResolver"
+        return service or google_api.build_service(*api, url)
+
+    return functools.partial(_node_addresses, name, project, zone, make_service)
 
 
 def _single_name(tpu: str | Sequence[str] | None) -> str | None:
@@ -338,7 +327,6 @@ class TPUClusterResolver(ClusterResolver):
         self._task_type = job_name
         self._coordinator_name = coordinator_name
         self._coordinator_address = coordinator_address
-        self._found_task_id: int | None = None
         self._hardware_feature: TPUHardwareFeature | None = None
 
     @staticmethod
@@ -459,14 +447,11 @@ class TPUClusterResolver(ClusterResolver):
         return {"TPU": local_device_kinds().count("TPU")}
 
     def _look_up(self, name: str) -> Any:
-        if name != "task_id":
-            return None
-        if self._found_task_id is None:
-            self._found_task_id = self._find_task_id()
-        return self._found_task_id
+        return self._found_task_id if name == "task_id" else None
 
-    def _find_task_id(self) -> int:
-        """Return the index of this host in the TPU; 0 if it is not in it."""
+    @functools.cached_property
+    def _found_task_id(self) -> int:
+        """The index of this host in the TPU; 0 if it is not in it."""
         value = os.environ.get(TPU_WORKER_ID)
         if value:
             return as_int(value, TPU_WORKER_ID)

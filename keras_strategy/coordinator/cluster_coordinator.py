@@ -49,6 +49,10 @@ class RemoteValue:
     ```
     """
 
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._future: Future[Any] = Future()
+
     def fetch(self) -> Any:
         """Wait for the function and return its result, with arrays for tensors.
 
@@ -56,7 +60,7 @@ class RemoteValue:
             CancelledError: If the function was cancelled because another one failed.
             Exception: The exception that the function raised.
         """
-        raise NotImplementedError
+        return self._future.result()
 
     def get(self) -> Any:
         """Wait for the function and return its result, with tensors for arrays.
@@ -66,18 +70,6 @@ class RemoteValue:
             Exception: The exception that the function raised.
         """
         return worker.to_tensors(self.fetch())
-
-
-class Scheduled(RemoteValue):
-    """Result of a function that a coordinator has submitted."""
-
-    def __init__(self, name: str):
-        self.name = name
-        self.future: Future[Any] = Future()
-
-    def fetch(self) -> Any:
-        """Wait for the result and return it with arrays for tensors."""
-        return self.future.result()
 
 
 class ClusterCoordinator:
@@ -118,9 +110,6 @@ class ClusterCoordinator:
     ```
     """
 
-    _strategy: Strategy
-    _cluster: Any
-
     def __new__(cls, strategy: Strategy, cluster: Any = None) -> Self:
         """Return the strategy's coordinator, or create it."""
         if not isinstance(strategy, Strategy):
@@ -134,31 +123,28 @@ class ClusterCoordinator:
                 "Argument `strategy` must have one process: a coordinator has its own "
                 f"workers. Received: strategy={strategy!r} with {workers.size} workers"
             )
-        existing = _coordinators.get(strategy)
+        existing: Any = _coordinators.get(strategy)
         if existing is None:
-            created = super().__new__(cls)
-            created._initialize(strategy, 2 if cluster is None else cluster)
-            _coordinators[strategy] = created
-            return created
+            return super().__new__(cls)
         if cluster is not None and existing._cluster != cluster:
             raise ValueError(
                 "Argument `cluster` must be omitted or equal that of the strategy's "
                 f"existing coordinator, {existing._cluster!r}. Received: "
                 f"cluster={cluster!r}"
             )
-        return existing  # pyright: ignore[reportReturnType]
+        return existing
 
     def __init__(self, strategy: Strategy, cluster: Any = None):
-        """Do nothing: `__new__` initializes the coordinator once per strategy."""
-
-    def _initialize(self, strategy: Strategy, cluster: Any) -> None:
-        self._workers = DaskWorkers(cluster)
-        self._strategy = strategy
-        self._cluster = cluster
+        """Start or find the workers, once per strategy."""
+        if strategy in _coordinators:
+            return
+        self._strategy, self._cluster = strategy, 2 if cluster is None else cluster
+        self._workers = DaskWorkers(self._cluster)
         self._condition = threading.Condition()
-        self._running: dict[str, tuple[Scheduled, Any]] = {}
+        self._running: dict[str, tuple[RemoteValue, Any]] = {}
         self._error: BaseException | None = None
         weakref.finalize(self, self._workers.close)
+        _coordinators[strategy] = self
 
     @property
     def strategy(self) -> Strategy:
@@ -208,7 +194,7 @@ class ClusterCoordinator:
             (list(args or ()), dict(kwargs or {})),
         )
         call_data = _serialize(name, (fn, *arguments))
-        value = Scheduled(name)
+        value = RemoteValue(name)
         with self._condition:
             future = self._workers.client.submit(
                 worker.call,
@@ -296,9 +282,9 @@ class ClusterCoordinator:
             if value is None:  # cancelled before
                 return
             if error is None:
-                value.future.set_result(result)
+                value._future.set_result(result)
             else:
-                value.future.set_exception(error)
+                value._future.set_exception(error)
                 self._error = self._error or error
             self._condition.notify_all()
         # Let Dask drop the result, which it would compute again if the worker dies.
@@ -314,9 +300,9 @@ class ClusterCoordinator:
         if cancelled:
             self._workers.client.cancel([future for _, future in cancelled.values()])
         for value, _ in cancelled.values():
-            value.future.set_exception(
+            value._future.set_exception(
                 CancelledError(
-                    f"{value.name} was cancelled because another function failed. "
+                    f"{value._name} was cancelled because another function failed. "
                     "Schedule it again."
                 )
             )
@@ -342,8 +328,7 @@ def _serialize(name: str, content: Any) -> bytes:
                 )
                 raise refusal
             if isinstance(obj, RemoteValue):
-                future = obj.future if isinstance(obj, Scheduled) else None
-                if future is None or not future.done() or future.exception():
+                if not obj._future.done() or obj._future.exception():
                     refusal = ValueError(
                         f"{name} received a `RemoteValue` that has no value yet. "
                         "Call `join` or its `fetch` first."
@@ -352,7 +337,8 @@ def _serialize(name: str, content: Any) -> bytes:
                 return worker.to_tensors, (obj.fetch(),)
             if get_engine().is_tensor(obj):
                 dtype = keras.backend.standardize_dtype(obj.dtype)
-                return worker.to_tensor, (keras.ops.convert_to_numpy(obj), dtype)
+                array = keras.ops.convert_to_numpy(obj)
+                return keras.ops.convert_to_tensor, (array, dtype)
             return super().reducer_override(obj)
 
     file = io.BytesIO()
@@ -437,7 +423,6 @@ class DaskWorkers:
         return client
 
     def _start(self, distributed: Any, count: int, stack: Any) -> Any:
-        """Start a scheduler and workers, and return a client."""
         dask = import_extra("dask", "coordinator", "ClusterCoordinator")
         security = distributed.Security.temporary()
         with dask.config.set({"distributed.scheduler.http.routes": []}):

@@ -153,7 +153,6 @@ def experimental_get_current_worker_index() -> int:
 
 
 def _resolve_per_worker(value: Any) -> Any:
-    """Replace a per-worker argument by this worker's value."""
     if isinstance(value, PerWorkerValue):
         return value.of_worker(experimental_get_current_worker_index())
     if not isinstance(value, PerWorkerDataset | PerWorkerIterator):
@@ -176,16 +175,9 @@ def _as_array(value: Any) -> Any:
 
 def to_tensors(structure: Any) -> Any:
     """Convert arrays to tensors; keep other values."""
-    return keras.tree.map_structure(
-        lambda value: (
-            keras.ops.convert_to_tensor(value)
-            if hasattr(value, "dtype") and hasattr(value, "shape")
-            else value
-        ),
-        structure,
-    )
 
+    def convert(value: Any) -> Any:
+        is_array = hasattr(value, "dtype") and hasattr(value, "shape")
+        return keras.ops.convert_to_tensor(value) if is_array else value
 
-def to_tensor(array: Any, dtype: str) -> Any:
-    """Convert an array to a tensor, in a worker."""
-    return keras.ops.convert_to_tensor(array, dtype)
+    return keras.tree.map_structure(convert, structure)

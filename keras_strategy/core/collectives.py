@@ -15,9 +15,9 @@ import keras
 import numpy as np
 
 from keras_strategy.errors import WorkerInputError, WorkersDifferError
+from keras_strategy.options import CommunicationImplementation
 
 if TYPE_CHECKING:
-    from keras_strategy.cluster.client import TrackedOperation
     from keras_strategy.cluster.membership import Cluster
 
 # A tensor's shape and dtype, in JSON types.
@@ -39,6 +39,7 @@ class WorkerCollectives(abc.ABC):
     def __init__(self, cluster: "Cluster"):
         self.cluster = cluster
         self.rank, self.size = cluster.rank, cluster.size
+        self.track_operation = cluster.client.track_operation
 
     @abc.abstractmethod
     def sum_all(self, name: str, tensors: Sequence[Any]) -> list[Any]:
@@ -85,10 +86,6 @@ class WorkerCollectives(abc.ABC):
             results[i] = tensor
         return results
 
-    def track_operation(self, name: str) -> "TrackedOperation":
-        """Context manager around a wait, see `CoordinatorClient.track_operation`."""
-        return self.cluster.client.track_operation(name)
-
     def mismatch_error(self, name: str, layout: Layout, which: str = "") -> Exception:
         """Ask all workers what they are about to do, and return the error to raise."""
         call = [operation_kind(name), *layout]
@@ -113,6 +110,16 @@ class WorkerCollectives(abc.ABC):
         return WorkerInputError(
             f"`{name}` needs values whose dtypes and sizes{which} are the same on "
             f"every worker. Received: {received}."
+        )
+
+
+def check_nccl(cluster: "Cluster", has_gpus: bool, library: str) -> None:
+    """Raise `ValueError` if the user chose NCCL, and a library finds no GPUs."""
+    is_nccl = cluster.options.implementation is CommunicationImplementation.NCCL
+    if is_nccl and not has_gpus:
+        raise ValueError(
+            f"CommunicationImplementation.NCCL needs GPUs, but {library} finds none. "
+            "Use AUTO or RING."
         )
 
 

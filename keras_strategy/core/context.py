@@ -7,6 +7,7 @@ in *cross-replica context* and acts for all replicas at once. Inside a function 
 
 import contextlib
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,8 @@ import keras
 from keras import tree
 
 from keras_strategy.core.per_replica_attributes import discard_attribute_changes
-from keras_strategy.core.registry import preserve_random_states
-from keras_strategy.core.step_state import DryRun
-from keras_strategy.core.unsupported_names import UnsupportedName
+from keras_strategy.core.registry import UnsupportedName, preserve_random_states
+from keras_strategy.core.step_state import DryRun, override
 from keras_strategy.options import check_communication_options
 from keras_strategy.values import DistributedValues, ReduceOp
 
@@ -36,9 +36,9 @@ class _ThreadState(threading.local):
 # Public: hot patches read it without a function call.
 thread_state = _ThreadState()
 _global_scope: list[Any] = []  # at most one (strategy, entered scope)
-_default: "Strategy | None" = None
-_make_default: "Callable[[], Strategy] | None" = None
-_is_in_layer: Callable[[], bool] = bool  # False until registered
+_default: Any = None
+# Returns True while this thread calls a Keras layer; the patches of layers set it.
+is_in_layer: Callable[[], bool] = bool
 
 
 # Without `functools.cache`, which torch.compile would trace through.
@@ -46,21 +46,9 @@ def default_strategy() -> "Strategy":
     """Return the single-replica strategy that applies outside every scope."""
     global _default
     if _default is None:
-        assert _make_default is not None, "`strategies` registers it on import"
-        _default = _make_default()
+        strategies = importlib.import_module("keras_strategy.strategies.mirrored")
+        _default = strategies.DefaultStrategy()
     return _default
-
-
-def register_default_strategy(make: Callable[[], "Strategy"]) -> None:
-    """Register what creates the default strategy on first use."""
-    global _make_default
-    _make_default = make
-
-
-def register_layer_check(is_in_layer: Callable[[], bool]) -> None:
-    """Register what returns True while this thread calls a Keras layer."""
-    global _is_in_layer
-    _is_in_layer = is_in_layer
 
 
 def current_scope() -> "Strategy | None":
@@ -70,11 +58,6 @@ def current_scope() -> "Strategy | None":
     if thread_state.scopes:
         return thread_state.scopes[-1]
     return _global_scope[0][0] if _global_scope else None
-
-
-def scope_depth() -> int:
-    """Return the number of nested scopes of this thread."""
-    return len(thread_state.scopes)
 
 
 def current_replica() -> "ReplicaContext | None":
@@ -118,32 +101,20 @@ def cross_replica_scope(strategy: "Strategy | None") -> Iterator[None]:
 def dry_run_scope() -> Iterator[DryRun]:
     """Leave all strategies for a dry run without effects, and yield its findings."""
     dry_run = DryRun()
-    with preserve_random_states(), cross_replica_scope(None):
-        before, thread_state.dry_run = thread_state.dry_run, dry_run
-        try:
-            with discard_attribute_changes(), keras.StatelessScope():
-                yield dry_run
-        finally:
-            thread_state.dry_run = before
+    with (
+        preserve_random_states(),
+        cross_replica_scope(None),
+        override(thread_state, "dry_run", dry_run),
+        discard_attribute_changes(),
+        keras.StatelessScope(),
+    ):
+        yield dry_run
 
 
-@contextlib.contextmanager
-def replica_scope(context: "ReplicaContext") -> Iterator[None]:
-    previous, thread_state.replica = thread_state.replica, context
-    try:
-        yield
-    finally:
-        thread_state.replica = previous
-
-
-@contextlib.contextmanager
-def merge_call_scope() -> Iterator[None]:
-    """Mark that this thread acts for all replicas while they wait for it."""
-    before, thread_state.is_merging = thread_state.is_merging, True
-    try:
-        yield
-    finally:
-        thread_state.is_merging = before
+# In them this thread runs the given replica's context; or acts for all replicas, which
+# wait for it.
+replica_scope = functools.partial(override, thread_state, "replica")
+merge_call_scope = functools.partial(override, thread_state, "is_merging", True)
 
 
 def get_strategy() -> "Strategy":
@@ -199,7 +170,7 @@ def get_replica_context() -> "ReplicaContext | None":
     """
     if thread_state.replica is not None or thread_state.is_merging:
         return thread_state.replica
-    if current_scope() is None or _is_in_layer():
+    if current_scope() is None or is_in_layer():
         return default_strategy().extended.group.context
     return None
 

@@ -7,15 +7,18 @@ the same on every replica.
 """
 
 import contextlib
+import functools
+import inspect
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
 
+from keras_strategy.core.step_state import override
 from keras_strategy.values import PerReplica
 
 ABSENT = object()
@@ -30,6 +33,17 @@ _SHARED = (
 )
 
 
+def _refuse_use_as(what: str) -> Callable[..., NoReturn]:
+    def refuse(self, *args, **kwargs):
+        raise ValueError(
+            f"The replicas have set {self.name} to different values, so it cannot be "
+            f"used as {what} outside of them. Their strategy's "
+            f"`experimental_local_results` returns each value. Received: {self!r}"
+        )
+
+    return refuse
+
+
 class DifferingAttribute(PerReplica):
     """Value of an attribute that replicas have set to different values."""
 
@@ -37,24 +51,10 @@ class DifferingAttribute(PerReplica):
         super().__init__(values)
         self.name = name
 
-    def __bool__(self) -> bool:
-        raise self._error("a condition")
-
-    def __iter__(self) -> Any:
-        raise self._error("a sequence")
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise self._error("an array")
-
-    def __float__(self) -> float:
-        raise self._error("a number")
-
-    def _error(self, what: str) -> ValueError:
-        return ValueError(
-            f"The replicas have set {self.name} to different values, so it cannot be "
-            f"used as {what} outside of them. Their strategy's "
-            f"`experimental_local_results` returns each value. Received: {self!r}"
-        )
+    __bool__ = _refuse_use_as("a condition")
+    __iter__ = _refuse_use_as("a sequence")
+    __array__ = _refuse_use_as("an array")
+    __float__ = _refuse_use_as("a number")
 
 
 class _SetattrHooks:
@@ -66,28 +66,44 @@ class _SetattrHooks:
         self.lock = threading.Lock()  # protects the other attributes
         self.turns = 0  # threads in a replica's turn
         self.installed = False
-        self._patches: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        # Classes, names of methods, and functions that wrap these.
+        self._patches: list[tuple[type, str, Callable[[Any], Any]]] = []
+        # Of each installed patch the class, the name, and what was there before and is
+        # there now.
+        self._replaced: list[tuple[type, str, Any, Any]] = []
 
-    def add(self, put: Callable[[], None], take: Callable[[], None]) -> None:
-        """Register the functions that install and remove a patch."""
+    def add(self, cls: type, name: str, wrap: Callable[[Any], Any]) -> None:
         with self.lock:
-            self._patches.append((put, take))
+            self._patches.append((cls, name, wrap))
             if self.installed:
-                put()
+                self._replace(cls, name, wrap)
 
     def put(self) -> None:
         """Install all patches; the caller holds the lock."""
-        for put, _ in self._patches:
-            put()
+        for patch in self._patches:
+            self._replace(*patch)
         self.installed = True
+
+    def _replace(self, cls: type, name: str, wrap: Callable[[Any], Any]) -> None:
+        replacement = wrap(inspect.getattr_static(cls, name))
+        before = vars(cls).get(name, ABSENT)
+        self._replaced.append((cls, name, before, replacement))
+        setattr(cls, name, replacement)
 
     def end(self) -> None:
         """Remove all patches, unless a thread is in a replica's turn."""
         with self.lock:
-            if self.installed and not self.turns:
-                for _, take in self._patches:
-                    take()
-                self.installed = False
+            if self.turns:
+                return
+            self.installed = False
+            while self._replaced:
+                cls, name, before, replacement = self._replaced.pop()
+                if vars(cls)[name] is not replacement:
+                    continue  # patched again by other code
+                if before is ABSENT:
+                    delattr(cls, name)
+                else:
+                    setattr(cls, name, before)
 
 
 setattr_hooks = _SetattrHooks()
@@ -105,19 +121,11 @@ def current_attributes() -> "ReplicaAttributes | None":
     return current_turn.attributes
 
 
-@contextlib.contextmanager
-def set_on_all_replicas() -> Iterator[None]:
-    """Let this thread set attributes for all replicas."""
-    before, current_turn.attributes = current_turn.attributes, None
-    try:
-        yield
-    finally:
-        current_turn.attributes = before
+# Context manager in which this thread sets attributes for all replicas.
+set_on_all_replicas = functools.partial(override, current_turn, "attributes", None)
 
 
 class _Attribute:
-    """Attribute of a layer."""
-
     def __init__(self, owner: Any, name: str):
         self.owner, self.name = owner, name
         self.description = f"{type(owner).__name__}.{name}"
@@ -143,7 +151,7 @@ class _Trainable(_Attribute):
         self.owner.trainable = bool(value)
 
 
-class _Contents:
+class ContainerContents:
     """Contents of a list, dict or set that Keras made of an attribute's value."""
 
     name = None
@@ -175,9 +183,9 @@ class _Contents:
                 kind.__setitem__(self.owner, key, part)
 
 
-def _find_place(owner: Any, name: str | None) -> _Attribute | _Contents:
+def _find_place(owner: Any, name: str | None) -> _Attribute | ContainerContents:
     if name is None:
-        return _Contents(owner)
+        return ContainerContents(owner)
     return (_Trainable if isinstance(owner, keras.Variable) else _Attribute)(
         owner, name
     )
@@ -189,7 +197,7 @@ class ReplicaAttributes:
     def __init__(self, new_layers: dict[int, Any]):
         self.new_layers = new_layers  # those that replicas created in this run
         # Each place, and its value when the turn changes.
-        self.swapped: dict[Hashable, tuple[_Attribute | _Contents, Any]] = {}
+        self.swapped: dict[Hashable, tuple[_Attribute | ContainerContents, Any]] = {}
         self._in_place = False
 
     def set(self, layer: Any, name: str, value: Any) -> None:
@@ -205,7 +213,7 @@ class ReplicaAttributes:
         """Record that a list, dict or set is about to get `values`, among others."""
         shared = any(isinstance(value, _SHARED) for value in values)
         if not shared and id(container) not in self.swapped:
-            place = _Contents(container)
+            place = ContainerContents(container)
             self.swapped[id(container)] = place, place.read()
 
     @contextlib.contextmanager
@@ -237,14 +245,6 @@ class ReplicaAttributes:
             if self.swapped:
                 self._swap()
 
-    def keep(self) -> None:
-        """End the only turn of a single replica; its values stay in place."""
-        current_turn.attributes = None
-        self._in_place = False
-        with setattr_hooks.lock:
-            setattr_hooks.turns -= 1
-        self.swapped.clear()
-
     def _swap(self) -> None:
         for key, (place, value) in self.swapped.items():
             self.swapped[key] = place, place.read()
@@ -254,12 +254,8 @@ class ReplicaAttributes:
 @contextlib.contextmanager
 def discard_attribute_changes() -> Iterator[None]:
     """Discard what this thread sets on layers, for dry runs."""
-    before = current_turn.attributes
-    try:
-        with ReplicaAttributes({}).in_turn():
-            yield
-    finally:
-        current_turn.attributes = before
+    with set_on_all_replicas(), ReplicaAttributes({}).in_turn():
+        yield
 
 
 class GroupAttributes:

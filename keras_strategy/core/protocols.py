@@ -6,6 +6,8 @@ what cannot be written once for all backends.
 """
 # pyright: reportReturnType=false
 
+import contextlib
+import importlib
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -50,6 +52,8 @@ class Strategy(Protocol):
 class StrategyExtended(Protocol):
     """Part of `strategy.extended` that lower layers need."""
 
+    has_warned_drift: bool
+
     @property
     def group(self) -> "ReplicaGroup": ...
 
@@ -76,14 +80,10 @@ class ReplicaGroup(Protocol):
     """The replicas of one strategy. With one device it adds nothing to Keras."""
 
     devices: tuple[str, ...]
-
-    @property
-    def workers(self) -> "WorkerCollectives | None":
-        """Collectives between the processes; None for a single process."""
-
-    @property
-    def context(self) -> Any:
-        """The `ReplicaContext` of the only replica; None if there are several."""
+    # Collectives between the processes; None for a single process.
+    workers: "WorkerCollectives | None" = None
+    # The `ReplicaContext` of the only replica; None if there are several.
+    context: Any = None
 
     def scope(self) -> AbstractContextManager[Any]:
         """Context manager in which variables of this group are created."""
@@ -157,23 +157,14 @@ class ReplicaGroup(Protocol):
         """
 
 
-class LogicalGroup(ReplicaGroup, Protocol):
-    """Replica group whose replicas have several devices each."""
-
-    def shard_tensor(self, tensor: Any, parts: Sequence[int]) -> Any:
-        """Shard a replica's tensor over its devices, in `parts` per dimension."""
-
-
 class Replica(Protocol):
     """One replica while a function runs on it."""
 
     devices: tuple[str, ...]
     # The state of its current training step.
     step: "StepState"
-
-    @property
-    def id(self) -> Any:
-        """Index among all replicas, from 0."""
+    # Index among all replicas, from 0.
+    id: Any
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
         """Reduce over the replicas; the gradient of a sum is the sum of the gradients.
@@ -206,37 +197,47 @@ class Replica(Protocol):
         `what` identifies the draw, by `==`. `skip` advances the generator instead,
         where another replica of this process has drawn and its numbers are copied.
         """
+        return draw()
 
     def write(self, variable: Any, value: Any) -> None:
         """Set only this replica's component of `variable`."""
 
 
 class AuditAdapter(Protocol):
-    """Access to a backend's own state, and to a model's steps, for an audit."""
+    """Access to a backend's own state, and to a model's steps, for an audit.
+
+    By default the backend has no state outside of Keras's variables.
+    """
 
     # True if gradients, losses and calls can be recorded.
-    records_steps: bool
+    records_steps = True
 
     def first_rows(self, x: Any, rows: int) -> Any:
         """Return the first rows of an array or tensor, or all if there are fewer."""
+        return x[:rows]
 
     def host_copy(self, x: Any) -> Any:
         """Return a copy of a tensor as a NumPy array; None if it has no value."""
 
     def tensor_restorer(self, x: Any) -> Callable[[], None] | None:
         """Return a function that restores the contents of a mutable tensor, or None."""
+        return None
 
     def module_tensors(self, x: Any) -> Sequence[Any]:
         """Return the mutable tensors of a module of the backend's own, if it is one."""
+        return ()
 
     def stored_tensors(self, variable: Any) -> Sequence[Any]:
         """Return the backend's objects that store a Keras variable."""
+        return ()
 
     def gradient_restorers(self, variable: Any) -> list[Callable[[], None]]:
         """Return functions that restore gradients kept beside a Keras variable."""
+        return []
 
     def preserve_generators(self) -> AbstractContextManager[Any]:
         """Context manager that restores the backend's other random generators."""
+        return contextlib.nullcontext()
 
     def seed(self, number: int) -> None:
         """Seed the backend's random generators."""
@@ -257,9 +258,16 @@ class AuditAdapter(Protocol):
 
 
 class Engine(Protocol):
-    """One backend: its devices, gradients and replica groups."""
+    """One backend: its devices, gradients and replica groups.
+
+    What a backend does not have returns None here.
+    """
 
     name: str
+
+    def import_module(self, name: str) -> Any:
+        """Import a module of the backend that few programs need."""
+        return importlib.import_module(f"keras_strategy.backends.{self.name}.{name}")
 
     def list_devices(self, device_type: str | None = None) -> list[str]:
         """Return the local devices of a type; by default accelerators, or else CPUs."""
@@ -270,7 +278,7 @@ class Engine(Protocol):
     def logical_devices_unsupported_reason(self) -> str | None:
         """Return why a replica has one device, and what works; None if several can."""
 
-    def tpu_coordinates(self) -> list[tuple[int, int, int, int]]:
+    def tpu_coordinates(self) -> list[tuple[int, int, int, int]] | None:
         """Return the mesh coordinates of the local TPU devices, in device order."""
 
     def set_logical_devices(self, device_type: str, count: int) -> None:
@@ -310,6 +318,7 @@ class Engine(Protocol):
     @property
     def audit(self) -> "AuditAdapter":
         """Access to the backend for `keras_strategy.audit`."""
+        return self.import_module("audit").Adapter()
 
     def copy_to(self, value: Any, device: str) -> Any:
         """Copy a tensor to `device`, unless it is there or a program decides it."""
@@ -364,11 +373,13 @@ class Engine(Protocol):
         self, train: Callable[[int], None], steps: int
     ) -> tuple[int, int, int, int]:
         """Count the collectives, a replica's bytes in them, programs and copies."""
+        return self.import_module("profiling").count(train, steps)
 
     def compute_and_comm_fractions(
         self, train: Callable[[int], None], steps: int
     ) -> tuple[float, float] | None:
         """Return the shares of computing and collectives in time; None if unknown."""
+        return self.import_module("profiling").shares(train, steps)
 
     def require_eager_loop(self) -> None:
         """Raise RuntimeError where a loop over data would be compiled and unrolled."""

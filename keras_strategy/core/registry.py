@@ -1,10 +1,15 @@
-"""Access to the adapter of the Keras backend in use, and the random generators."""
+"""Access to the adapter of the Keras backend in use, and the random generators.
+
+Names of tf.distribute that this package does not implement are defined here, too. Some
+exist on no backend; the server classes are native on TensorFlow.
+"""
 
 import contextlib
 import functools
 import importlib
 import random
 from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -42,3 +47,77 @@ def preserve_random_states() -> Iterator[None]:
         np.random.set_state(numpy_state)
         if backend_state is not None:
             engine.set_random_state(backend_state)
+
+
+class UnsupportedName:
+    """Class attribute for a tf.distribute name: reading it raises AttributeError."""
+
+    def __init__(self, reason: str):
+        self.reason = reason
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> NoReturn:
+        raise AttributeError(
+            f"{owner.__name__!r} has no attribute {self._name!r}, which tf.distribute "
+            f"has. {self.reason}"
+        )
+
+
+_ASYNCHRONOUS = (
+    "Workers update parameter servers asynchronously. Only TensorFlow implements that, "
+    "and results differ from one device. Use MirroredStrategy or "
+    "MultiWorkerMirroredStrategy, with `shard` if the model is too large for one "
+    "device; or coordinator.ClusterCoordinator for asynchronous functions."
+)
+_SERVERS = (
+    "JAX and torch have no servers that accept work. Workers find each other when "
+    "MultiWorkerMirroredStrategy is created; `keras-strategy run` starts them. "
+    "coordinator.ClusterCoordinator starts its own workers."
+)
+_CALLS = (
+    "It calls TensorFlow functions, with their types, in another process, which only "
+    "TensorFlow implements. Use coordinator.ClusterCoordinator, which starts its "
+    "workers; or gRPC between your own programs."
+)
+REASONS = {
+    "ParameterServerStrategy": _ASYNCHRONOUS,
+    "Server": _SERVERS,
+    "experimental.rpc.Client": _CALLS,
+    "experimental.rpc.Server": _CALLS,
+}
+
+
+@functools.cache
+def native_or_unsupported(name: str) -> Any:
+    """Return tf.distribute's object of that name, one of `REASONS`, or a substitute."""
+    found = get_engine().native(name)
+    if found is not None:
+        return found
+    members = {"__doc__": REASONS[name], "__module__": __name__}
+    return _UnsupportedMeta(name.rpartition(".")[2], (_Unsupported,), members)
+
+
+class _UnsupportedMeta(type):
+    """Metaclass: class attributes, including factory functions, do not exist."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise AttributeError(cls.message())
+
+    def message(cls) -> str:
+        return (
+            f"`{cls.__name__}` of tf.distribute is not available with the Keras "
+            f"backend in use, '{get_engine().name}'. {cls.__doc__}"
+        )
+
+
+class _Unsupported(metaclass=_UnsupportedMeta):
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise UnsupportedBackendError(type(self).message())
+
+
+def __getattr__(name: str) -> Any:
+    if name in REASONS:
+        return native_or_unsupported(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,26 @@
-"""Rows and state of the training step that a replica is in, and of a dry run."""
+"""Rows, state and recording of the step that a replica is in, and dry runs."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from keras import tree
+
+APPLY = "optimizer.apply"
+
+
+@contextlib.contextmanager
+def override(state: Any, name: str, value: Any) -> Iterator[None]:
+    """Context manager in which an attribute of an object has another value."""
+    before = getattr(state, name)
+    setattr(state, name, value)
+    try:
+        yield
+    finally:
+        setattr(state, name, before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +30,28 @@ class RowRange:
     begin: Any
     count: Any  # 1 for a stand-in row
     total: Any
+
+
+# Begin and end of each local replica's rows in the global batch.
+Bounds = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class LocalRows:
+    """A worker's rows of a global batch, a leaf for `keras.tree`."""
+
+    # One placeholder row where the worker has none.
+    batch: Any
+    bounds: Bounds
+    global_rows: int
+    # Of the row numbers of the global batch; None where workers cannot differ in them.
+    order_checksum: int | None = None
+    # By rank, where each worker reads its own data; None where all have the same.
+    worker_rows: tuple[int, ...] | None = None
+    # Of rows of the first batch that all workers have read and that should be the same.
+    digest: str = ""
+    # Reads these rows again; None where that would draw from a process-wide generator.
+    reread_digest: Callable[[], str] | None = None
 
 
 class BatchRows:
@@ -46,11 +83,6 @@ def map_rows(take: Callable[[Any], Any], structure: Any) -> Any:
     return tree.map_structure(lambda x: take(x) if has_rows(x) else x, structure)
 
 
-def draw_alone(what: Any, draw: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-    """Implement `Replica.draw_once` where no other replica's numbers are copied."""
-    return draw()
-
-
 @dataclass(slots=True)
 class StepState:
     """State of one replica's step, which `training` and the patches read and write."""
@@ -71,6 +103,8 @@ class StepState:
     # The variables whose gradients are being reduced, and the optimizer that gets them.
     reducing_gradients_of: Sequence[Any] | None = None
     optimizer: Any = None
+    # The name of `weighted_sum`: all replicas must sum the same variables' gradients.
+    reduction: str = APPLY
     # A loss is computed from the rows of all replicas.
     has_all_rows: bool = False
     # The step returns `get_metrics_result()`: call it again after all replicas' steps.
@@ -94,4 +128,64 @@ class DryRun:
     draws: list[Any] | None = None
     is_drawing: bool = False
 
-    draw_once = staticmethod(draw_alone)
+    def draw_once(
+        self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
+    ) -> Any:
+        return draw()
+
+
+@dataclass
+class AppliedGradients:
+    """The arguments of one call of `optimizer.apply`, summed over the replicas."""
+
+    optimizer: Any
+    gradients: list[Any]
+    variables: list[Any] | None
+
+
+@dataclass
+class StepRecorder:
+    """While one is active, optimizers do not apply the gradients that they receive."""
+
+    applied: list[AppliedGradients] = field(default_factory=list)
+
+    def add(self, optimizer: Any, gradients: list[Any], variables: Any) -> None:
+        """Record gradients in place of `optimizer.apply`."""
+        listed = None if variables is None else list(variables)
+        self.applied.append(AppliedGradients(optimizer, gradients, listed))
+
+
+_thread = threading.local()
+_by_strategy: dict[int, StepRecorder] = {}
+
+
+def active_recorder(strategy: Any = None) -> StepRecorder | None:
+    """Return the recorder of a strategy's replicas; without one, of this thread."""
+    if strategy is not None:
+        return _by_strategy.get(id(strategy))
+    return getattr(_thread, "recorder", None)
+
+
+def is_recording() -> bool:
+    """Return True while the replicas of any strategy are recorded."""
+    return bool(_by_strategy)
+
+
+@contextlib.contextmanager
+def recording_replicas(strategy: Any, recorder: StepRecorder) -> Iterator[None]:
+    """Context manager that records the replicas of a strategy."""
+    _by_strategy[id(strategy)] = recorder
+    try:
+        yield
+    finally:
+        del _by_strategy[id(strategy)]
+
+
+@contextlib.contextmanager
+def recording_thread(recorder: StepRecorder) -> Iterator[None]:
+    """Context manager that records this thread, which is in no strategy."""
+    _thread.recorder = recorder
+    try:
+        yield
+    finally:
+        del _thread.recorder

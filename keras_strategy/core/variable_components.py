@@ -1,13 +1,20 @@
 """Components of a variable, for changes outside the replicas, and values in scopes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 from keras import ops, tree
 
+from keras_strategy.core.protocols import ReplicaGroup
 from keras_strategy.core.registry import get_engine
-from keras_strategy.values import Mirrored, map_leaves, regroup, select_replica
+from keras_strategy.values import (
+    Mirrored,
+    PerReplica,
+    map_leaves,
+    regroup,
+    select_replica,
+)
 
 
 class VariableComponent(keras.Variable):
@@ -74,33 +81,58 @@ def unwrap_variables(result: Any) -> Any:
     )
 
 
-def update_components(
-    group: Any, variable: Any, fn: Callable, args: tuple, kwargs: dict
-) -> Any:
-    """Implement `ReplicaGroup.update` for a group of several replicas."""
-    engine, devices = get_engine(), group.devices
-    arguments = tree.flatten((args, kwargs))
-    targets = [variable, *(x for x in arguments if isinstance(x, keras.Variable))]
-    values = {id(target): (target, group.components(target)) for target in targets}
-    # Of each variable, by replica.
-    components: dict[int, list[VariableComponent]] = {key: [] for key in values}
-    results = []
-    for replica, device in enumerate(devices):
+class ComponentGroup(ReplicaGroup):
+    """A replica group that has the components of variables outside of programs."""
 
-        def place(leaf, device=device):
-            if isinstance(leaf, keras.Variable):
-                return components[id(leaf)][-1]
-            return engine.copy_to(leaf, device) if engine.is_tensor(leaf) else leaf
+    def sync_initial_values(self, variables: Sequence[Any]) -> int:
+        if self.workers is None:
+            return len(variables)
+        chiefs = self.workers.broadcast_if_different(
+            "the first values of variables", list(map(self.initial_value, variables))
+        )
+        for variable, value in zip(variables, chiefs, strict=False):
+            if value is not None:
+                self.set_initial_value(variable, value)
+        return len(chiefs)
 
-        local = select_replica((args, kwargs), replica, len(devices), "update")
-        with engine.device_scope(device):
-            for key, (target, parts) in values.items():
-                value = ops.convert_to_tensor(parts[replica])
-                components[key].append(VariableComponent(target, value, device))
-            local_args, local_kwargs = tree.map_structure(place, local)
-            result = fn(components[id(variable)][-1], *local_args, **local_kwargs)
-            results.append(unwrap_variables(result))
-    for key, (target, _) in values.items():
-        if any(component.assigned for component in components[key]):
-            group.assign_components(target, [c.value for c in components[key]])
-    return regroup(results, engine.is_tensor, Mirrored, always_distributed=True)
+    def initial_value(self, variable: Any) -> Any:
+        """Return this worker's value, for a comparison with the chief's."""
+
+    def set_initial_value(self, variable: Any, value: Any) -> None:
+        """Set a new variable to the chief's value."""
+
+    def per_replica_value(self, variable: Any) -> PerReplica:
+        return PerReplica(self.components(variable))
+
+    def mirror(self, value: Any) -> Mirrored:
+        return Mirrored([get_engine().copy_to(value, name) for name in self.devices])
+
+    def update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        engine, devices = get_engine(), self.devices
+        arguments = tree.flatten((args, kwargs))
+        targets = [variable, *(x for x in arguments if isinstance(x, keras.Variable))]
+        values = {id(target): (target, self.components(target)) for target in targets}
+        # Of each variable, by replica.
+        components: dict[int, list[VariableComponent]] = {key: [] for key in values}
+        results = []
+        for replica, device in enumerate(devices):
+
+            def place(leaf, device=device):
+                if isinstance(leaf, keras.Variable):
+                    return components[id(leaf)][-1]
+                return engine.copy_to(leaf, device) if engine.is_tensor(leaf) else leaf
+
+            local = select_replica((args, kwargs), replica, len(devices), "update")
+            with engine.device_scope(device):
+                for key, (target, parts) in values.items():
+                    value = ops.convert_to_tensor(parts[replica])
+                    components[key].append(VariableComponent(target, value, device))
+                local_args, local_kwargs = tree.map_structure(place, local)
+                result = fn(components[id(variable)][-1], *local_args, **local_kwargs)
+                results.append(unwrap_variables(result))
+        for key, (target, _) in values.items():
+            if any(component.assigned for component in components[key]):
+                self.assign_components(target, [c.value for c in components[key]])
+        return regroup(results, engine.is_tensor, Mirrored, always_distributed=True)

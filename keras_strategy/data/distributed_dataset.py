@@ -2,20 +2,69 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 from keras import tree
 
 from keras_strategy.core import context
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
-from keras_strategy.data.local_rows import EvenParts, ReplicaParts
-from keras_strategy.data.prefetch import Prefetcher
+from keras_strategy.core.step_state import BatchRows
 from keras_strategy.data.sources import SourceStates
 from keras_strategy.values import PerReplica
 
-if TYPE_CHECKING:
-    from keras_strategy.core.protocols import Strategy
+
+class ReplicaParts(list[Any]):
+    """One element of a distributed dataset: a list of each local replica's part."""
+
+    # True if all replicas of all workers get arrays of the same shapes and dtypes.
+    alike: bool | None = None
+    # None if the arrays of a part differ in their number of rows.
+    rows: BatchRows | None = None
+
+    def placed(self, place: Callable[[Sequence[Any]], Any]) -> Any:
+        """Return the element, with each array's parts replaced by `place(parts)`."""
+        return tree.map_structure(lambda *leaves: place(leaves), *self)
+
+
+class EvenParts:
+    """`ReplicaParts` of a batch that local replicas share equally, without slices."""
+
+    alike = True
+
+    def __init__(self, batch: Any, arrays: list[Any], rows: int, replicas: int):
+        self._batch = batch
+        self._arrays = arrays
+        self._replicas = replicas
+        self.rows = BatchRows()
+        self.rows.counts = (rows // replicas,) * replicas
+
+    def placed(self, place: Callable[[Sequence[Any]], Any]) -> Any:
+        leaves = [
+            None if array is None else place(EvenRows(array, self._replicas))
+            for array in self._arrays
+        ]
+        return tree.pack_sequence_as(self._batch, leaves)
+
+
+class EvenRows(Sequence[Any]):
+    """An array as a sequence of equal parts, sliced on access."""
+
+    __slots__ = ("_parts", "array")
+
+    def __init__(self, array: Any, parts: int):
+        self.array = array
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return self._parts
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._parts:
+            raise IndexError(index)
+        rows = self.array.shape[0] // self._parts
+        return self.array[index * rows : (index + 1) * rows]
 
 
 class DistributedDataset:
@@ -49,15 +98,12 @@ class DistributedDataset:
 
     def __init__(
         self,
-        strategy: "Strategy",
-        start: Callable[[], Iterator[ReplicaParts | EvenParts]],
-        depth: int,
-        pauses: Sequence[int],
+        strategy: Strategy,
+        start: Callable[[], Iterator[Any]],
         sources: SourceStates,
     ):
         self._strategy = strategy
         self._start = start
-        self._prefetch = depth, pauses
         self._sources = sources
         # The iterator that has read the first element for `element_spec`.
         self._peeked: DistributedIterator | None = None
@@ -76,7 +122,7 @@ class DistributedDataset:
         get_engine().require_eager_loop()
         iterator, self._peeked = self._peeked, None
         return iterator or DistributedIterator(
-            self._strategy, self._start(), *self._prefetch, self._require_sources()
+            self._strategy, self._start(), self._require_sources()
         )
 
     @property
@@ -196,19 +242,11 @@ class DistributedIterator:
     """
 
     def __init__(
-        self,
-        strategy: "Strategy",
-        parts: Iterator[ReplicaParts | EvenParts],
-        depth: int,
-        pauses: Sequence[int],
-        sources: SourceStates,
+        self, strategy: Strategy, elements: Iterator[Any], sources: SourceStates
     ):
         self._strategy = strategy
         self._sources = sources
-        place = functools.partial(_place_element, strategy.extended.group)
-        self._elements: Iterator[Any] = map(place, parts)
-        if depth:
-            self._elements = Prefetcher(self._elements, depth, pauses, sources=sources)
+        self._elements = elements
         self._peeked: list[Any] = []  # at most one element
         self._spec: Any = None
 
@@ -292,9 +330,7 @@ class OptionalElement:
         return self._elements[0]
 
 
-def _place_element(group: Any, parts: ReplicaParts | EvenParts) -> Any:
-    """Return an element on the devices of its replicas."""
-
+def place_element(group: Any, parts: ReplicaParts | EvenParts) -> Any:
     def place(leaves):
         if leaves[0] is None and all(leaf is None for leaf in leaves):
             return None

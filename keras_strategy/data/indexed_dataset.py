@@ -10,26 +10,22 @@ import logging
 import random
 import sys
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 from keras import tree
 
-from keras_strategy.data.local_rows import (
-    Bounds,
-    LocalBoundsFn,
-    LocalRows,
-    row_order_checksum,
-    rows_to_read,
-)
+from keras_strategy.core.step_state import Bounds, LocalRows
 from keras_strategy.data.sources import PyDatasetReader, as_array
 from keras_strategy.data.worker_batches import digest_of
+from keras_strategy.training.row_weights import LocalBoundsFn, rows_to_read
 
 logger = logging.getLogger("keras_strategy")
 
@@ -215,6 +211,8 @@ class IndexedRowReader:
     local_bounds: LocalBoundsFn
     # Shuffles the batches' indices in place, as Keras's `fit` does.
     shuffle: Callable[[list[int]], None] | None = None
+    # Adds sample weights to a batch.
+    weigh: Callable[[Any], Any] | None = None
 
     def __iter__(self) -> Iterator[LocalRows]:
         # Like Keras, draw the order when the first batch is requested.
@@ -224,7 +222,6 @@ class IndexedRowReader:
         yield from self.dataset.iterate_in_epoch_order(map(self.read, indices))
 
     def read(self, index: int) -> LocalRows:
-        """Read this worker's rows of a batch."""
         rows = self.dataset.rows_of(index)
         bounds = self.local_bounds(len(rows))
         first, end = rows_to_read(bounds)
@@ -235,6 +232,7 @@ class IndexedRowReader:
             digest = reread()
             self.dataset.compared = True
         batch = self.dataset.read(rows[first:end])
+        batch = batch if self.weigh is None else self.weigh(batch)
         checksum = row_order_checksum(rows)
         return LocalRows(
             batch, bounds, len(rows), checksum, digest=digest, reread_digest=reread
@@ -244,15 +242,18 @@ class IndexedRowReader:
         return digest_of(self.dataset.read(rows))
 
 
+def row_order_checksum(rows: Iterable[int]) -> int:
+    return zlib.crc32(repr(list(rows)).encode())
+
+
 def local_rows_start(
     dataset: Any, local_bounds: LocalBoundsFn
 ) -> Callable[..., Iterator[LocalRows]] | None:
     """Return a function that starts reading local rows, None if there is no index."""
-    if is_indexed(dataset):
-        return functools.partial(iter, loader_row_reader(dataset, local_bounds))
     if isinstance(dataset, IndexedDataset):
         return PyDatasetReader(dataset, IndexedRowReader(dataset, local_bounds).read)
-    return None
+    reader = loader_row_reader(dataset, local_bounds)
+    return None if reader is None else functools.partial(iter, reader)
 
 
 # --- torch's DataLoader
@@ -268,6 +269,8 @@ _LOADER_SETTINGS = (
     "persistent_workers",
     "pin_memory_device",
 )
+# The rows of a global batch, the bounds of this worker's, and whether it reads all.
+_Requested = tuple[list, Bounds, bool]
 _DRAWN_LATER = (
     "A dataset drew random numbers from a process-wide generator for a row, and had "
     "drawn none for its first batch. Until now each worker has read only its own rows, "
@@ -277,21 +280,23 @@ _DRAWN_LATER = (
 )
 
 
-def is_indexed(loader: Any) -> bool:
-    """Return True for a `DataLoader` that requests the rows of each batch by index."""
+def loader_row_reader(
+    loader: Any, local_bounds: LocalBoundsFn
+) -> "LoaderRowReader | None":
+    """Return the row reader of a loader: one, so that its worker processes live on.
+
+    None unless it is a `DataLoader` that requests the rows of each batch by index.
+    """
     torch_data = sys.modules.get("torch.utils.data")
-    return (
-        torch_data is not None
-        and type(loader) is torch_data.DataLoader
-        and loader.batch_sampler is not None
-        and not isinstance(loader.dataset, torch_data.IterableDataset)
-        and not isinstance(loader.sampler, torch_data.DistributedSampler)
-        and getattr(loader, "in_order", True)
-    )
-
-
-def loader_row_reader(loader: Any, local_bounds: LocalBoundsFn) -> "LoaderRowReader":
-    """Return the row reader of a loader: one, so that its worker processes live on."""
+    if (
+        torch_data is None
+        or type(loader) is not torch_data.DataLoader
+        or loader.batch_sampler is None
+        or isinstance(loader.dataset, torch_data.IterableDataset)
+        or isinstance(loader.sampler, torch_data.DistributedSampler)
+        or not getattr(loader, "in_order", True)
+    ):
+        return None
     if loader not in _readers:
         _readers[loader] = LoaderRowReader(loader, local_bounds)
     _readers[loader].indices.local_bounds = local_bounds
@@ -331,7 +336,7 @@ class LoaderRowReader:
         return self._read(batches, self.indices.requested)
 
     def _read(
-        self, batches: Iterator[Any], requested: "deque[_Requested]"
+        self, batches: Iterator[Any], requested: deque[_Requested]
     ) -> Iterator[LocalRows]:
         for data, has_drawn in batches:
             rows, bounds, reads_all = requested.popleft()
@@ -364,14 +369,6 @@ class LoaderRowReader:
 _readers: weakref.WeakKeyDictionary[Any, LoaderRowReader] = weakref.WeakKeyDictionary()
 
 
-class _Requested(NamedTuple):
-    """A global batch whose rows were requested; this worker may read all of them."""
-
-    rows: list
-    bounds: Bounds
-    reads_all: bool
-
-
 class _LocalBatchSampler:
     """Batch sampler that yields the indices of the rows that this worker reads."""
 
@@ -391,7 +388,7 @@ class _LocalBatchSampler:
         for batch in self._batches:
             rows = list(batch)
             bounds = self.local_bounds(len(rows))
-            requested.append(_Requested(rows, bounds, self.reads_all))
+            requested.append((rows, bounds, self.reads_all))
             first, end = (0, len(rows)) if self.reads_all else rows_to_read(bounds)
             _record_random_states()
             yield rows[first:end]
@@ -416,7 +413,6 @@ _recorded: Any = None
 
 
 def _record_random_states() -> None:
-    """Record this process's generator states, before rows are read."""
     global _recorded
     numbers: Any = np.random.get_state(legacy=True)
     _, keys, position, *gauss = numbers
@@ -433,7 +429,6 @@ def _collate_and_check(collate: Callable[[Any], Any], rows: Any) -> tuple[Any, b
 
 
 def _init_worker(init: Callable[[int], Any] | None, worker_id: int) -> None:
-    """Call the user's `worker_init_fn`, if any, and record the random states."""
     if init is not None:
         init(worker_id)
     _record_random_states()

@@ -20,8 +20,6 @@ logger = logging.getLogger("keras_strategy")
 
 # The number of shards, and the index of the one that a dataset gives.
 Shard = list[int]
-# With these, a global batch is the concatenation of all workers' batches.
-PER_WORKER_POLICIES = (AutoShardPolicy.OFF, AutoShardPolicy.FILE, AutoShardPolicy.HINT)
 _warned_padding = False
 
 
@@ -65,18 +63,24 @@ def files(
     return names[rank::size]
 
 
-def resolve_policy(dataset: Any, options: Any, cluster: Cluster) -> AutoShardPolicy:
-    """Return the policy that options request, or that the dataset declares."""
-    if options is not None and options.auto_shard_policy is not AutoShardPolicy.AUTO:
-        return options.auto_shard_policy
-    if is_tf_dataset(dataset):
-        policy = dataset.options().experimental_distribute.auto_shard_policy
-        name = getattr(policy, "name", "AUTO")
-        if name != "AUTO":
-            return AutoShardPolicy[name]
-    if _distributed_sampler(dataset) is not None or is_presharded(dataset, cluster):
+def per_worker_policy(
+    dataset: Any, options: Any, cluster: Cluster
+) -> AutoShardPolicy | None:
+    """Return the policy that options request, or that the dataset declares.
+
+    None for a policy by which the workers share global batches.
+    """
+    policy = AutoShardPolicy.AUTO if options is None else options.auto_shard_policy
+    if policy is AutoShardPolicy.AUTO and is_tf_dataset(dataset):
+        native = dataset.options().experimental_distribute.auto_shard_policy
+        policy = AutoShardPolicy[getattr(native, "name", "AUTO")]
+    if policy is AutoShardPolicy.AUTO and (
+        _distributed_sampler(dataset) is not None or is_presharded(dataset, cluster)
+    ):
         return AutoShardPolicy.OFF
-    return AutoShardPolicy.AUTO
+    # Else a global batch is the concatenation of all workers' batches.
+    is_shared = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
+    return None if is_shared else policy
 
 
 def shard_for_worker(dataset: Any, policy: AutoShardPolicy, cluster: Cluster) -> Any:

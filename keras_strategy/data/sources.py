@@ -8,20 +8,30 @@ from its beginning up to its position. Prefetched batches do not count as read: 
 
 Objects of TensorFlow, torch and other libraries are recognised by their type's name or
 in `sys.modules`: importing a library only to ask would cost seconds and memory.
+
+While a step computes, a thread reads the next batch. Only the source can notice, if its
+batches depend on what training does meanwhile: on process-wide random numbers, or on
+what a callback sets. So without an option, only sources that promise not to are
+prefetched: see `splitting`.
 """
 
+import contextlib
 import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
 import numpy as np
+from keras import tree
 
 from keras_strategy.core.registry import get_engine
-from keras_strategy.data.prefetch import Prefetcher, copy_batch
+from keras_strategy.core.step_state import LocalRows
 
 logger = logging.getLogger("keras_strategy")
 _STATE_PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
@@ -49,7 +59,6 @@ def batches_of(dataset: Any, argument: str) -> Callable[[], Iterator[Any]]:
 
 
 def is_tf_dataset(dataset: Any) -> bool:
-    """Return True if a dataset is a `tf.data.Dataset`."""
     return any(
         parent.__name__ == "DatasetV2" and parent.__module__.startswith("tensorflow.")
         for parent in type(dataset).__mro__
@@ -70,9 +79,7 @@ def has_fixed_shapes(dataset: Any) -> bool:
     """Return True if a dataset declares that all its elements have the same shapes."""
     if not is_tf_dataset(dataset):
         return False
-    shapes = [
-        getattr(s, "shape", None) for s in keras.tree.flatten(dataset.element_spec)
-    ]
+    shapes = [getattr(s, "shape", None) for s in tree.flatten(dataset.element_spec)]
     return all(shape is not None and shape.is_fully_defined() for shape in shapes)
 
 
@@ -130,18 +137,12 @@ class OneShotReader:
     def __init__(self, iterator: Iterator[Any], argument: str):
         self._source = self._iterator = iterator
         self._argument = argument
-        self._depth = 0
         self._ended = False
 
     def prefetch(self, depth: int) -> None:
-        """Read batches ahead; they stay available when one of the readers stops."""
-        self._depth = depth
-        self.reset_prefetch()
-
-    def reset_prefetch(self) -> None:
-        """Discard prefetched batches, since the iterator's position was restored."""
-        if self._depth:
-            self._iterator = Prefetcher(map(copy_batch, self._source), self._depth)
+        """Read ahead, for all iterations, unless the source reports its position."""
+        if depth and not _state_methods(self._source):
+            self._iterator = Prefetcher(map(copy_batch, self._source), depth)
 
     def __call__(self) -> Iterator[Any]:
         if self._ended:
@@ -235,7 +236,7 @@ class _Source:
     def __init__(self, dataset: Any, start: Callable[..., Iterator[Any]]):
         self._dataset, self._start = dataset, start
         # The dataset or its iterator, whichever reports its own position.
-        self._stateful = dataset if has_state(dataset) else None
+        self._stateful = dataset if _state_methods(dataset) else None
         self._passes: list[_Pass] = []
         # The position at which the next iteration starts; None for the beginning.
         self.restore_from: dict[str, Any] | None = None
@@ -251,7 +252,7 @@ class _Source:
             if isinstance(self._start, OneShotReader) and self._passes:
                 return self._passes[-1].count(iterator)
         if self._stateful is not self._dataset:
-            self._stateful = iterator if has_state(iterator) else None
+            self._stateful = iterator if _state_methods(iterator) else None
         self._passes.append(_Pass(self.first_batch))
         return self._passes[-1].count(iterator)
 
@@ -275,9 +276,7 @@ class _Source:
         start, state = self._start, position["state"]
         self.first_batch, passes = position["batch"], position["passes"]
         self._passes = [_Pass(n or 0, ended=n is None) for n in passes]
-        if isinstance(start, OneShotReader):
-            start.reset_prefetch()
-        restores_dataset = has_state(self._dataset) and state is not None
+        restores_dataset = _state_methods(self._dataset) and state is not None
         if restores_dataset:
             _state_methods(self._dataset)[1](state)
         if isinstance(start, PyDatasetReader):
@@ -289,7 +288,7 @@ class _Source:
         if state is None:
             return self._reread(passes)
         iterator = start()
-        if not has_state(iterator):
+        if not _state_methods(iterator):
             raise ValueError(
                 "The state belongs to a dataset that reports its own position, and "
                 "this one does not. Received: a dataset of type "
@@ -316,11 +315,6 @@ class _Source:
         return iterator
 
 
-def has_state(source: Any) -> bool:
-    """Return True if a source can report and restore its position."""
-    return _state_methods(source) is not None
-
-
 def _state_methods(source: Any) -> Any:
     """Return the methods that get and set a source's state, or None."""
     for names in _STATE_PROTOCOLS:
@@ -328,3 +322,164 @@ def _state_methods(source: Any) -> Any:
         if all(map(callable, methods)):
             return methods
     return None
+
+
+# --- prefetching
+
+# Seconds that `Prefetcher.stop` waits for a batch that is being read.
+_STOP_SECONDS = 3.0
+_END = object()
+
+Scope = Callable[[], AbstractContextManager[Any]]
+
+
+class _ThreadState(threading.local):
+    active: "set[Prefetcher] | None" = None
+    disabled = False
+
+
+_thread = _ThreadState()
+
+
+class Prefetcher(Iterator[Any]):
+    """Iterator that reads some items of another iterator ahead, in a thread.
+
+    The first item is read in the requesting thread, and with it what begins an epoch,
+    such as drawing its row order. After any multiple of one of the epoch lengths
+    `pauses`, the next item is read only when it is requested. The `SourceStates` of the
+    items learn the position of each item returned.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[Any],
+        depth: int,
+        pauses: Sequence[int] = (),
+        scope: Scope = contextlib.nullcontext,
+        sources: SourceStates | None = None,
+    ):
+        self._items = items
+        self._depth = depth
+        self._pauses = pauses
+        self._scope = scope
+        self._pending: deque[Future] = deque()
+        self._sources = sources
+        self._num_returned = 0 if sources is None else sources.first_element
+        self._ended = False
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __next__(self) -> Any:
+        if self._pending:
+            try:
+                item, state = self._pending[0].result()
+            except Exception:
+                self.stop()
+                self._pending.popleft()
+                raise
+            # Only now: an interrupted caller finds the item again.
+            self._pending.popleft()
+        else:
+            item, state = self._read_next()
+        if self._sources is not None and state is not None:
+            self._sources.consumed = state
+        if item is _END:
+            self._ended = True
+            self.stop()
+            raise StopIteration
+        self._num_returned += 1
+        self._submit_reads()
+        return item
+
+    def stop(self) -> None:
+        """Stop the thread; later requests still get what it has read."""
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        if _thread.active is not None:
+            _thread.active.discard(self)
+        self._pending = deque(f for f in self._pending if not f.cancel())
+        late = wait(self._pending, _STOP_SECONDS).not_done
+        pool.shutdown(wait=not late)
+
+    def _submit_reads(self) -> None:
+        while (
+            len(self._pending) < self._depth
+            and not self._ended
+            and not _thread.disabled
+        ):
+            num_read = self._num_returned + len(self._pending)
+            if any(num_read % pause == 0 for pause in self._pauses):
+                break
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, "keras_strategy prefetch")
+                if _thread.active is not None:
+                    _thread.active.add(self)
+            self._pending.append(self._pool.submit(self._read_in_thread))
+        if not self._pending:
+            self.stop()
+
+    def _read_in_thread(self) -> tuple[Any, Any]:
+        try:
+            with self._scope():
+                item, state = self._read_next()
+        except BaseException:
+            self._ended = True
+            raise
+        self._ended = item is _END
+        return item, state
+
+    def _read_next(self) -> tuple[Any, Any]:
+        if self._ended:
+            return _END, None
+        item = next(self._items, _END)
+        return item, None if self._sources is None else self._sources.current()
+
+
+@dataclass(frozen=True, eq=False)
+class PrefetchedBatches:
+    """Iterable that reads batches with a new `Prefetcher` in each iteration."""
+
+    batches: Iterable[Any]
+    depth: int
+    pauses: Sequence[int]
+    scope: Scope
+
+    def __iter__(self) -> Iterator[Any]:
+        return Prefetcher(iter(self.batches), self.depth, self.pauses, self.scope)
+
+
+@contextlib.contextmanager
+def stop_prefetchers_on_exit() -> Iterator[None]:
+    active: set[Prefetcher] = set()
+    outer, _thread.active = _thread.active, active
+    try:
+        yield
+    finally:
+        for prefetcher in list(active):
+            prefetcher.stop()
+        _thread.active = outer
+
+
+@contextlib.contextmanager
+def prefetch_disabled() -> Iterator[None]:
+    """Context manager in which reading a batch starts no further reads."""
+    outer, _thread.disabled = _thread.disabled, True
+    try:
+        yield
+    finally:
+        _thread.disabled = outer
+
+
+def copy_batch(batch: Any) -> Any:
+    """Copy a batch whose source may refill the same arrays."""
+
+    def copy(leaf):
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()
+        if hasattr(leaf, "detach") and hasattr(leaf, "clone"):  # a torch tensor
+            return leaf.detach().clone()
+        if isinstance(leaf, LocalRows):
+            return replace(leaf, batch=copy_batch(leaf.batch))
+        return leaf
+
+    return tree.map_structure(copy, batch)

@@ -1,8 +1,9 @@
 """Construction of distributed datasets: each replica's part of the user's data."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,46 +11,29 @@ from keras import tree
 
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core import context
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.step_state import BatchRows
-from keras_strategy.data.distributed_dataset import DistributedDataset
-from keras_strategy.data.indexed_dataset import IndexedDataset, local_rows_start
-from keras_strategy.data.local_rows import (
+from keras_strategy.core.step_state import BatchRows, LocalRows
+from keras_strategy.data import sources, worker_batches
+from keras_strategy.data.distributed_dataset import (
+    DistributedDataset,
     EvenParts,
-    LocalRows,
     ReplicaParts,
-    local_bounds_fn,
+    place_element,
 )
-from keras_strategy.data.prefetch import Prefetcher, copy_batch
-from keras_strategy.data.sharding_policy import (
-    PER_WORKER_POLICIES,
-    resolve_policy,
-    shard_for_worker,
-)
+from keras_strategy.data.indexed_dataset import IndexedDataset, local_rows_start
+from keras_strategy.data.sharding_policy import per_worker_policy, shard_for_worker
 from keras_strategy.data.sources import (
     OneShotReader,
+    Prefetcher,
     SourceStates,
-    as_array,
-    batches_of,
-    has_fixed_shapes,
-    has_state,
-    is_tf_dataset,
-    number_of_batches,
-)
-from keras_strategy.data.worker_batches import (
-    FULL_READS,
-    assemble_rounds,
-    synchronize_rounds,
-    warn_once,
+    copy_batch,
 )
 from keras_strategy.errors import WorkerInputError
 from keras_strategy.options import InputContext, InputOptions, InputReplicationMode
 from keras_strategy.training.ownership import strategy_of_model
-from keras_strategy.training.row_weights import split_rows
+from keras_strategy.training.row_weights import local_bounds, split_rows
 from keras_strategy.training.train_step import count_array_rows
-
-if TYPE_CHECKING:
-    from keras_strategy.core.protocols import Strategy
 
 _BATCH_FIRST = (
     "The elements must be batches. If they are single rows, batch them first, with "
@@ -77,7 +61,7 @@ class BatchesForKeras:
 
 
 def distribute(
-    strategy: "Strategy", dataset: Any, options: InputOptions | None
+    strategy: Strategy, dataset: Any, options: InputOptions | None
 ) -> DistributedDataset:
     """Implement `Strategy.experimental_distribute_dataset`."""
     argument = "Argument `dataset`"
@@ -94,57 +78,47 @@ def distribute(
     cluster = strategy.extended.cluster
     per_worker = False
     if cluster is not None:
-        policy = resolve_policy(dataset, options, cluster)
-        per_worker = policy in PER_WORKER_POLICIES
-        if per_worker:
-            dataset = shard_for_worker(dataset, policy, cluster)
-    start, local_start = batches_of(dataset, argument), None
+        policy = per_worker_policy(dataset, options, cluster)
+        if policy is not None:
+            per_worker, dataset = True, shard_for_worker(dataset, policy, cluster)
+    start, local_start = sources.batches_of(dataset, argument), None
     if cluster is not None and not per_worker:
-        local_start = local_rows_start(dataset, local_bounds_fn(strategy))
+        bounds = functools.partial(local_bounds, strategy.extended.topology)
+        local_start = local_rows_start(dataset, bounds)
         if local_start is None:
-            warn_once(cluster, FULL_READS)
+            worker_batches.warn_once(cluster, worker_batches.FULL_READS)
     start = local_start or start
-
-    number = number_of_batches(dataset)
-    depth, device_depth = _configure_prefetch(strategy, [start], [dataset], options)
+    number = sources.number_of_batches(dataset)
+    depth = _configure_prefetch([start], [dataset], options)
     if local_start is not None and not isinstance(dataset, IndexedDataset):
         depth = 0  # a DataLoader has `num_workers`, and observes random draws
-    pauses = (number,) if number else ()
-    shortest = options is not None and options.end_with_first_worker
-    sources = SourceStates([dataset], [start])
     replicas = strategy.num_replicas_in_sync
     local = strategy.extended.topology.local_replicas
     if per_worker:
         replicas, local = len(local), range(len(local))
 
-    def parts() -> Iterator[Any]:
-        (batches,) = sources.start()
-        if depth != device_depth:
-            batches = map(copy_batch, batches)
-            batches = Prefetcher(batches, depth, pauses, sources=sources)
-        split = (_split(b, replicas, local, argument, per_worker) for b in batches)
-        if cluster is None or not per_worker:
-            return split
-        return synchronize_rounds(split, cluster, not shortest)
+    def split(iterators):
+        (batches,) = iterators
+        return (_split(b, replicas, local, argument, per_worker) for b in batches)
 
+    once = isinstance(start, OneShotReader)
+    shortest = options is not None and options.end_with_first_worker
+    batches = BatchesForKeras(start, number, once, per_worker, dataset, depth, shortest)
     result = None
     if not per_worker and local_start is None:
         result = get_engine().distribute_natively(strategy, [dataset], True, options)
-    result = result or DistributedDataset(
-        strategy, parts, device_depth, pauses, sources
+    if result is None:
+        states = SourceStates([dataset], [start])
+        result = _read_sources(strategy, states, split, batches, options)
+    is_global = local_start is not None or (
+        sources.is_tf_dataset(dataset) and not per_worker
     )
-    if local_start is not None or (is_tf_dataset(dataset) and not per_worker):
-        result._global_batches = dataset
-    else:
-        once = isinstance(start, OneShotReader)
-        result._global_batches = BatchesForKeras(
-            start, number, once, per_worker, dataset, depth, shortest
-        )
+    result._global_batches = dataset if is_global else batches
     return result
 
 
 def distribute_from_function(
-    strategy: "Strategy",
+    strategy: Strategy,
     dataset_fn: Callable[[InputContext], Any],
     options: InputOptions | None,
 ) -> DistributedDataset:
@@ -175,38 +149,20 @@ def distribute_from_function(
     argument = "The return value of `dataset_fn`"
     for dataset in datasets:
         _check_not_distributed(dataset, argument)
-    starts = [batches_of(dataset, argument) for dataset in datasets]
-    native = get_engine().distribute_natively(strategy, datasets, False, options)
-    partial = not all(map(has_fixed_shapes, datasets))
-    depth, device_depth = _configure_prefetch(strategy, starts, datasets, options)
-    shortest = options is not None and options.end_with_first_worker
-    sources = SourceStates(datasets, starts, turns)
+    starts = [sources.batches_of(dataset, argument) for dataset in datasets]
+    result = get_engine().distribute_natively(strategy, datasets, False, options)
+    partial = not all(map(sources.has_fixed_shapes, datasets))
 
     def local_rounds(iterators):
-        return assemble_rounds(iterators * turns, partial, argument)
-
-    def parts() -> Iterator[Any]:
-        iterators = sources.start()
-        if depth != device_depth:
-            iterators = [map(copy_batch, batches) for batches in iterators]
-        rounds = local_rounds(iterators)
-        if depth != device_depth:
-            rounds = Prefetcher(rounds, depth, pauses, sources=sources)
-        if cluster is None:
-            return rounds
-        return synchronize_rounds(rounds, cluster, partial and not shortest)
+        return worker_batches.assemble_rounds(iterators * turns, partial, argument)
 
     number = None
-    counts = [number_of_batches(dataset) for dataset in datasets]
+    counts = [sources.number_of_batches(dataset) for dataset in datasets]
     known = [count for count in counts if count is not None]
     if len(known) == len(counts):
         batches = max(known) + turns - 1 if partial else min(known)
         number = batches // turns
-    pauses = (number,) if number else ()
-    result = native or DistributedDataset(
-        strategy, parts, device_depth, pauses, sources
-    )
-    result._global_batches = BatchesForKeras(
+    batches = BatchesForKeras(
         lambda: (
             parts.placed(_concatenate)
             for parts in local_rounds([start() for start in starts])
@@ -215,13 +171,55 @@ def distribute_from_function(
         any(isinstance(start, OneShotReader) for start in starts),
         cluster is not None,
         datasets[0] if len(local) == 1 else None,
-        depth,
-        shortest,
+        _configure_prefetch(starts, datasets, options),
+        options is not None and options.end_with_first_worker,
     )
+    if result is None:
+        states = SourceStates(datasets, starts, turns)
+        result = _read_sources(
+            strategy, states, local_rounds, batches, options, partial
+        )
+    result._global_batches = batches
     return result
 
 
-def keras_dataset(dataset: Any, strategy: "Strategy | None", method: str) -> Any:
+def _read_sources(
+    strategy: Strategy,
+    states: SourceStates,
+    to_parts: Callable[[list[Any]], Iterator[Any]],
+    batches: BatchesForKeras,
+    options: InputOptions | None,
+    partial: bool = True,
+) -> DistributedDataset:
+    """Return a dataset of the elements that `to_parts` makes of what sources give."""
+    cluster, pauses = strategy.extended.cluster, list(filter(None, [batches.number]))
+    # Several workers first have to agree that each of them has a batch.
+    to_devices = cluster is None and (
+        options is None or options.experimental_fetch_to_device
+    )
+
+    def prefetch(elements: Iterator[Any]) -> Iterator[Any]:
+        if batches.depth == 0:
+            return elements
+        return Prefetcher(elements, batches.depth, pauses, sources=states)
+
+    def start() -> Iterator[Any]:
+        iterators: list[Any] = states.start()
+        if batches.depth and not to_devices:
+            iterators = [map(copy_batch, iterator) for iterator in iterators]
+        parts = to_parts(iterators)
+        if not to_devices:
+            parts = prefetch(parts)
+        if cluster is not None and batches.per_worker:
+            partial_rounds = partial and not batches.shortest
+            parts = worker_batches.synchronize_rounds(parts, cluster, partial_rounds)
+        placed = map(functools.partial(place_element, strategy.extended.group), parts)
+        return prefetch(placed) if to_devices else placed
+
+    return DistributedDataset(strategy, start, states)
+
+
+def keras_dataset(dataset: Any, strategy: Strategy | None, method: str) -> Any:
     """Return what `fit` and the like read instead of a distributed dataset.
 
     They split global batches themselves. Where each worker has its own batches, the
@@ -262,9 +260,7 @@ def _is_per_worker(batches: Any) -> bool:
 
 
 def _has_per_worker_policy(dataset: Any, cluster: Cluster | None) -> bool:
-    if cluster is None:
-        return False
-    return resolve_policy(dataset, None, cluster) in PER_WORKER_POLICIES
+    return cluster is not None and bool(per_worker_policy(dataset, None, cluster))
 
 
 def predict(model: keras.Model, x: Any, gather: bool = False, **kwargs: Any) -> Any:
@@ -318,41 +314,27 @@ def predict(model: keras.Model, x: Any, gather: bool = False, **kwargs: Any) -> 
         return tree.map_structure(gather_rows, predictions)
 
 
-def prefetch_depth(dataset: Any, options: InputOptions | None) -> int:
-    """Return how many batches of a dataset to prefetch.
+def _configure_prefetch(
+    starts: Sequence[Any], datasets: Sequence[Any], options: InputOptions | None
+) -> int:
+    """Return how many batches to prefetch.
 
     An `IndexedDataset` sets it, since its rows are the same whenever they are read. Any
     other Python code is prefetched only if options request it. `tf.data`, and loaders
     with their own threads or processes, prefetch by themselves; arrays need none.
     """
-    if isinstance(dataset, IndexedDataset):
-        return dataset.prefetch
-    return 0 if options is None else options.experimental_per_replica_buffer_size
-
-
-def _configure_prefetch(
-    strategy: "Strategy",
-    readers: Sequence[Any],
-    datasets: Sequence[Any],
-    options: InputOptions | None,
-) -> tuple[int, int]:
-    """Return how many batches to prefetch, and how many of them to the devices."""
-    depth = min(prefetch_depth(dataset, options) for dataset in datasets)
-    # One-shot readers prefetch by themselves, for all their iterations, unless the
-    # iterator reports its own position.
-    if any(isinstance(reader, OneShotReader) for reader in readers):
-        for reader, dataset in zip(readers, datasets, strict=True):
-            if isinstance(reader, OneShotReader) and depth and not has_state(dataset):
-                reader.prefetch(depth)
-        return 0, 0
-    # Several workers first have to agree that each of them has a batch.
-    to_devices = strategy.extended.cluster is None and (
-        options is None or options.experimental_fetch_to_device
+    requested = 0 if options is None else options.experimental_per_replica_buffer_size
+    depth = min(
+        dataset.prefetch if isinstance(dataset, IndexedDataset) else requested
+        for dataset in datasets
     )
-    return depth, depth if to_devices else 0
+    one_shot = [start for start in starts if isinstance(start, OneShotReader)]
+    for start in one_shot:
+        start.prefetch(depth)
+    return 0 if one_shot else depth
 
 
-def _check_call(strategy: "Strategy", method: str, options: Any) -> None:
+def _check_call(strategy: Strategy, method: str, options: Any) -> None:
     context.require_cross_replica(strategy, method)
     if options is not None and not isinstance(options, InputOptions):
         raise TypeError(
@@ -376,7 +358,7 @@ def _split(
     # Equal parts are sliced when they are placed, unless `slice_now` is set.
     local_rows = batch if isinstance(batch, LocalRows) else None
     batch = batch if local_rows is None else local_rows.batch
-    arrays = [as_array(leaf, argument) for leaf in tree.flatten(batch)]
+    arrays = [sources.as_array(leaf, argument) for leaf in tree.flatten(batch)]
     try:
         rows, first = count_array_rows(arrays), 0
     except ValueError as error:

@@ -9,6 +9,7 @@ that stopped early would leave the others waiting. They exchange this one batch 
 so that the exchange overlaps with compute.
 """
 
+import functools
 import itertools
 import logging
 import warnings
@@ -19,8 +20,8 @@ from typing import Any
 from keras import tree
 
 from keras_strategy.cluster.membership import Cluster
-from keras_strategy.core.step_state import BatchRows
-from keras_strategy.data.local_rows import LocalRows, ReplicaParts
+from keras_strategy.core.step_state import BatchRows, LocalRows
+from keras_strategy.data.distributed_dataset import ReplicaParts
 from keras_strategy.data.sources import as_array
 from keras_strategy.errors import WorkerInputError, WorkerReadError
 from keras_strategy.training import consistency
@@ -70,8 +71,6 @@ class SynchronizedBatches:
 
     batches: Iterable[Any]
     cluster: Cluster
-    # Properties of arrays, which the workers compare once, instead of each batch.
-    counts: list | None
     # See `read_synchronized`.
     pauses: Callable[[int], bool]
     warn_full_reads: bool
@@ -79,21 +78,6 @@ class SynchronizedBatches:
     def __iter__(self) -> Iterator[Any]:
         # Now rather than with the first batch: starting may draw random numbers.
         iterator = iter(self.batches)
-        if self.counts:
-            return self._compare_counts_once(iterator)
-        return self._compare_each(iterator)
-
-    def _compare_counts_once(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        counts = self.cluster.exchange("the start of an epoch", self.counts)
-        if any(other != counts[0] for other in counts):
-            raise WorkerInputError(
-                "All workers must be given the same arrays: each computes on its "
-                "own rows of every batch. Received arrays of different numbers of "
-                f"rows or batches: {self.cluster.format_by_worker(counts)}."
-            )
-        yield from iterator
-
-    def _compare_each(self, iterator: Iterator[Any]) -> Iterator[Any]:
         num_read = itertools.count()
 
         def describe(batch):
@@ -190,15 +174,13 @@ class PerWorkerBatches:
     # Whether they end with those of the first worker, instead of those of the last.
     shortest: bool
 
-    def __iter__(self) -> Iterator[LocalRows]:
-        # Now rather than with the first batch: starting may draw random numbers.
-        return self._read(iter(self.batches))
-
     def as_read(self) -> Iterator[Any]:
         """Yield this worker's batches alone, while any worker has some."""
         return (rows.batch for rows in self)
 
-    def _read(self, iterator: Iterator[Any]) -> Iterator[LocalRows]:
+    def __iter__(self) -> Iterator[LocalRows]:
+        # Now rather than with the first batch: starting may draw random numbers.
+        iterator = iter(self.batches)
         cluster, last = self.cluster, None
 
         def describe(batch):
@@ -316,7 +298,7 @@ def read_synchronized(
 def digest_of(batch: Any) -> str:
     """Return a digest of a batch's first rows: only dashes if there can be none."""
     leaves = tree.flatten(batch)
-    return "-".join((consistency.rows_fingerprint(leaf) or "")[:8] for leaf in leaves)
+    return "-".join(consistency.rows_digest(leaf)[:8] for leaf in leaves)
 
 
 def synchronize_rounds(
@@ -387,10 +369,7 @@ def assemble_rounds(
     elements have one shape (`partial` is False), or an array has no batch dimension.
     """
     missing = object()
-
-    def to_array(leaf):
-        return as_array(leaf, argument)
-
+    to_array = functools.partial(as_array, argument=argument)
     while True:
         elements = [next(iterator, missing) for iterator in iterators]
         elements = [

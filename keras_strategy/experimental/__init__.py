@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from keras_strategy import coordinator
-from keras_strategy.core.unsupported_names import native_or_unsupported
+from keras_strategy.core.registry import native_or_unsupported
 from keras_strategy.experimental import partitioners, rpc, strategies
 from keras_strategy.experimental.preemption import (
     PreemptionCheckpointHandler,

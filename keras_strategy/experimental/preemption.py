@@ -85,13 +85,7 @@ class PreemptionCheckpointHandler:
         self._checkpoints = _checkpoints(
             checkpoint_or_checkpoint_manager, checkpoint_dir, cluster, config.save_fn
         )
-
-        def exchange(state: Any) -> list[Any]:
-            if cluster is None:
-                return [state]
-            return cluster.exchange("whether to end", state)
-
-        self._preemption = Preemption(config, exchange)
+        self._preemption = Preemption(config, cluster)
         self._run_calls = self._checkpoints.restore() if self._checkpoints else 0
         self._preemption.notice.start()
         weakref.finalize(self, self._preemption.notice.stop)
@@ -202,7 +196,6 @@ class _Manager:
 
 
 def _require_connected(resolver: Any, cluster: Cluster | None) -> None:
-    """Raise unless the workers of a resolver are connected."""
     spec = resolver.cluster_spec()
     if "ps" in spec.jobs:
         raise NotImplementedError(

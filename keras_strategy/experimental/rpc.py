@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from keras_strategy.core.unsupported_names import native_or_unsupported
+from keras_strategy.core.registry import native_or_unsupported
 
 if TYPE_CHECKING:
     Client: Any

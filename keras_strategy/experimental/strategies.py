@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from keras_strategy.options import CommunicationImplementation, CommunicationOptions
-from keras_strategy.strategies import multi_worker, tpu
+from keras_strategy.strategies import mirrored, tpu
 from keras_strategy.strategies.base import Strategy, warn_deprecated
 from keras_strategy.strategies.extended import StrategyExtended, resolve_local_devices
 
@@ -62,11 +62,8 @@ class CentralStorageStrategy(Strategy):
                 f"parameter_device={parameter_device!r} with "
                 f"compute_devices={list(devices)}"
             )
-        self._parameter_device = storage
+        self._compute_devices, self._parameter_device = devices, storage
         super().__init__(StrategyExtended(self, devices))
-
-    def __reduce__(self):
-        return type(self), (list(self.extended.worker_devices), self.parameter_device)
 
 
 def deprecated(name: str) -> Any:
@@ -91,7 +88,7 @@ class CollectiveHints(CommunicationOptions):
         super().__init__(bytes_per_pack, timeout_seconds)
 
 
-class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(mirrored.MultiWorkerMirroredStrategy):
     """Deprecated form of `keras_strategy.MultiWorkerMirroredStrategy`.
 
     Args:
@@ -112,9 +109,6 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
         options = CommunicationOptions(implementation=communication)
         super().__init__(cluster_resolver, options)
 
-    def __reduce__(self):
-        return type(self), (self._communication, self.cluster_resolver)
-
 
 class TPUStrategy(tpu.TPUStrategy):
     """Deprecated form of `keras_strategy.TPUStrategy`.
@@ -127,7 +121,5 @@ class TPUStrategy(tpu.TPUStrategy):
 
     def __init__(self, tpu_cluster_resolver: Any = None, device_assignment: Any = None):
         warn_deprecated("experimental.TPUStrategy", "keras_strategy.TPUStrategy")
+        self._device_assignment = device_assignment
         super().__init__(tpu_cluster_resolver, device_assignment)
-
-    def __reduce__(self):
-        return type(self), (self._resolver, self._assignment)

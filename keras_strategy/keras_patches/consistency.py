@@ -2,9 +2,12 @@
 
 All replicas and workers compute the same values, unless code changes a variable on one
 of them or a device computes wrongly. `fit` compares them after each epoch and before
-saving; `config.check_mirrored` compares after each batch.
+saving; `config.check_mirrored` compares after each batch. `run` compares what functions
+have assigned without an aggregation, after the first call of each function and after a
+strategy's calls 1, 2, 4, 8 and so on.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +21,13 @@ from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training import ownership
 from keras_strategy.training.callbacks import LogFreeCallback
 from keras_strategy.training.sharding import is_sharded
-from keras_strategy.training.variable_sync import is_sync_on_read
+from keras_strategy.training.variable_sync import is_assigned_in_run, is_sync_on_read
 
 if TYPE_CHECKING:
     from keras_strategy.core.protocols import Strategy
 
+
+logger = logging.getLogger("keras_strategy")
 
 # Set by `config.check_mirrored`.
 check_each_batch = False
@@ -61,10 +66,28 @@ def check_mirrored_variables(
         f"After `{after}` the components of the variable '{variable.path}'{more} "
         f"differ: replica {replica} differs from replica 0 by up to {distance:g}. "
         "The value assigned to a variable with aggregation='none' must not depend on "
-        "the replica: give the variable an aggregation, 'sum', 'mean' or "
-        "'only_first_replica', or synchronization='on_read' to keep one value per "
-        "replica."
+        "the replica: reduce it first with `ks.get_replica_context().all_reduce`, or "
+        "give the variable an aggregation, 'sum', 'mean' or 'only_first_replica', or "
+        "synchronization='on_read' to keep one value per replica."
     )
+
+
+def check_after_run(strategy: "Strategy") -> None:
+    """Warn once if replicas differ in what functions of `run` have assigned."""
+    if strategy.num_replicas_in_sync == 1:
+        return
+    variables = list(strategy.extended.variables.values())
+    with strategy.scope():
+        if check_each_batch:
+            check_mirrored_variables(strategy, "strategy.run", variables)
+            return
+        try:
+            assigned = filter(is_assigned_in_run, variables)
+            check_mirrored_variables(strategy, "strategy.run", assigned)
+        except MirrorError as error:
+            if not strategy.extended.has_warned_drift:
+                strategy.extended.has_warned_drift = True
+                logger.warning("%s", error)
 
 
 def _mirrored_variables(model: keras.Model) -> list[Any]:

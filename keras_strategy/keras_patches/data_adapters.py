@@ -10,7 +10,6 @@ import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import keras
@@ -18,14 +17,19 @@ import numpy as np
 from keras import tree
 
 from keras_strategy.core.registry import get_engine
+from keras_strategy.core.step_state import LocalRows
 from keras_strategy.data import indexed_dataset, splitting
 from keras_strategy.data.indexed_dataset import IndexedDataset, IndexedRowReader
-from keras_strategy.data.local_rows import LocalBoundsFn, LocalRows, rows_to_read
-from keras_strategy.data.prefetch import PrefetchedBatches, Scope, copy_batch
-from keras_strategy.data.sources import as_array, is_tf_dataset
-from keras_strategy.data.splitting import prefetch_depth
-from keras_strategy.data.worker_batches import PerWorkerBatches
+from keras_strategy.data.sources import (
+    PrefetchedBatches,
+    Scope,
+    as_array,
+    copy_batch,
+    is_tf_dataset,
+)
+from keras_strategy.data.worker_batches import PerWorkerBatches, SynchronizedBatches
 from keras_strategy.keras_patches.patch import find_module, hook
+from keras_strategy.training.row_weights import LocalBoundsFn, rows_to_read
 from keras_strategy.values import map_leaves
 
 keras_adapters: Any = find_module(
@@ -166,12 +170,14 @@ def read_local_rows(
         return RowsOfArrays(adapter, arrays, local_bounds, batches_of)
     if isinstance(adapter, keras_adapters.TorchDataLoaderAdapter):
         loader = adapter.get_torch_dataloader()  # the user's loader on every backend
-        if indexed_dataset.is_indexed(loader):
-            return indexed_dataset.loader_row_reader(loader, local_bounds)
+        reader = indexed_dataset.loader_row_reader(loader, local_bounds)
+        if reader is not None:
+            return reader
     dataset = getattr(adapter, "py_dataset", None)
     if isinstance(dataset, IndexedDataset):
         shuffle = functools.partial(_shuffle, adapter) if adapter.shuffle else None
-        return _WeightedRows(adapter, IndexedRowReader(dataset, local_bounds, shuffle))
+        weigh = adapter._standardize_batch  # by `class_weight`
+        return IndexedRowReader(dataset, local_bounds, shuffle, weigh)
     return None
 
 
@@ -191,7 +197,7 @@ def read_ahead(
     if isinstance(adapter, _Batches):
         depth = adapter.data.depth
     elif isinstance(dataset, IndexedDataset) and adapter.enqueuer is None:
-        depth = prefetch_depth(dataset, None)
+        depth = dataset.prefetch
     if depth == 0:
         return batches
     pauses = [n for n in (iterator.steps_per_epoch, adapter.num_batches) if n]
@@ -212,6 +218,18 @@ def join_batches(
     return PerWorkerBatches(batches, cluster, local, pause, same_shapes, shortest)
 
 
+def synchronize(
+    iterator: Any, batches: Any, cluster: Any, elements: Any = None
+) -> Iterable[Any]:
+    """Read global batches, or `elements` made of them; see `SynchronizedBatches`."""
+    elements = batches if elements is None else elements
+    if isinstance(iterator.data_adapter, keras_adapters.ArrayDataAdapter):
+        return elements  # the workers have compared their arrays
+    pauses = _prefetch_pauses(iterator, batches)
+    warn_full_reads = not is_building(iterator)
+    return SynchronizedBatches(elements, cluster, pauses, warn_full_reads)
+
+
 def _steps_of_epoch(iterator: Any) -> int | None:
     """Return after how many batches prefetching pauses; None at the end of the data."""
     if is_building(iterator):
@@ -219,7 +237,7 @@ def _steps_of_epoch(iterator: Any) -> int | None:
     return iterator.steps_per_epoch or iterator.data_adapter.num_batches
 
 
-def prefetch_pauses(iterator: Any, batches: Any) -> Callable[[int], bool]:
+def _prefetch_pauses(iterator: Any, batches: Any) -> Callable[[int], bool]:
     """Return a function that is True for batch counts at which prefetching pauses."""
     steps = _steps_of_epoch(iterator)
     ahead = isinstance(batches, PrefetchedBatches)
@@ -312,17 +330,6 @@ class _SkippingDataset:
         if self._batch is None:
             self._batch = self.dataset[index]
         return self._batch
-
-
-class _WeightedRows:
-    """Local rows with the sample weights that Keras computes from `class_weight`."""
-
-    def __init__(self, adapter: Any, rows: Iterable[LocalRows]):
-        self._adapter, self._rows = adapter, rows
-
-    def __iter__(self) -> Iterator[LocalRows]:
-        weigh = self._adapter._standardize_batch
-        return (replace(rows, batch=weigh(rows.batch)) for rows in self._rows)
 
 
 class _Batches(keras_adapters.GeneratorDataAdapter):

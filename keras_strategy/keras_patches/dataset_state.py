@@ -55,12 +55,10 @@ class TfDataState:
         self._fingerprint = ""
 
     def start_pass(self, continues: bool) -> None:
-        """Record that the loop starts to read; `continues` if it continues a pass."""
         self._warn_if_unused()
         self._current, self._following = self._following if continues else None, None
 
     def state_at(self, read: int, continues: bool) -> list[Any] | None:
-        """Return the state from which the pass can be read again."""
         self._warn_if_unused()
         if read:
             state = self._current
@@ -81,7 +79,7 @@ class TfDataState:
         state = saved[1]
         self._pending, first = state["begin"], state["first"]
         if not self._fingerprint:
-            self._created = self._create_iterator()
+            self._create_iterator()
         if self._fingerprint != first:
             _logger.warning(
                 "The tf.data.Dataset shuffles with other seeds than before training "
@@ -89,7 +87,6 @@ class TfDataState:
                 "interruption, but later epochs are in another order. %s",
                 _SEED_HELP,
             )
-        self._created = None
         return 0
 
     def warn_other_reads(self) -> None:
@@ -103,7 +100,6 @@ class TfDataState:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Context manager in which reading the data records its state."""
         with _overridden_iter(self._data, lambda data: self._iterate()):
             yield
             self._warn_if_unused()

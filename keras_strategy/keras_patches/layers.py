@@ -3,18 +3,26 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 from keras import ops
 
 from keras_strategy.core import context
-from keras_strategy.core.per_replica_attributes import current_turn
-from keras_strategy.core.step_recorder import active_recorder
+from keras_strategy.core.per_replica_attributes import (
+    ABSENT,
+    current_attributes,
+    current_turn,
+    setattr_hooks,
+)
+from keras_strategy.core.step_state import active_recorder
 from keras_strategy.keras_patches.patch import (
+    MethodsPatch,
     Patch,
     find_module,
+    global_state,
     hook,
     in_scope,
     in_step,
@@ -25,9 +33,6 @@ from keras_strategy.training import reduction, variable_sync
 from keras_strategy.training.row_weights import call_on_global_batch
 from keras_strategy.training.train_step import has_torch_modules
 
-keras_state = find_module(
-    "get_global_attribute", "keras.src.backend.common.global_state"
-)
 keras_functional = find_module("Functional", "keras.src.models.functional")
 
 
@@ -51,21 +56,7 @@ def _new(original, cls, *args, **kwargs):
 # --- batch normalization
 
 
-def _synchronized_is_refused() -> bool:
-    try:
-        keras.layers.BatchNormalization(synchronized=True, name="synchronized")
-    except ValueError:
-        return True
-    return False
-
-
-@hook(
-    keras.layers.BatchNormalization,
-    "__init__",
-    ("synchronized",),
-    when=in_scope,
-    needed=_synchronized_is_refused,
-)
+@hook(keras.layers.BatchNormalization, "__init__", ("synchronized",), when=in_scope)
 def _batch_normalization(original, strategy, self, *args, synchronized=False, **kwargs):
     """Accept `synchronized` in a scope on every backend.
 
@@ -203,14 +194,114 @@ def _activity_loss(replica, regularizer, is_sum, divides, outputs):
 _activity_regularizer = _ActivityRegularizer()
 
 
+# --- attributes that a replica sets
+
+
+_tracking = find_module(
+    "TrackedList TrackedDict TrackedSet", "keras.src.utils.tracking"
+)
+
+
+@dataclass(frozen=True)
+class _Noted(MethodsPatch):
+    """Keep what a replica sets on a layer separate per replica until the run ends."""
+
+    # These functions are called very often, so they are replaced only while replicas
+    # take turns, and the replacement costs one thread-local lookup otherwise.
+
+    owner: Any
+    wrappers: dict[str, Callable[[Any], Any]]
+    condition: Callable[..., Any] | None = current_attributes
+
+    def install(self) -> None:
+        """Register the replacement for the time in which replicas take turns."""
+        # JAX may have no such turns, and Keras sets attributes in each step of fit.
+        for name, wrap in self.wrappers.items():
+            setattr_hooks.add(self.owner, name, wrap)
+
+
+def _setting(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def replacement(self, name, value):
+        own = current_turn.attributes
+        # Keras sets some to the same value in every call of a layer.
+        if own is not None and vars(self).get(name, ABSENT) is not value:
+            setter = getattr(getattr(type(self), name, None), "fset", None)
+            if setter is not None:
+                # TensorFlow's layers would not call it for the value that they have,
+                # but a turn's end does not restore what else it set.
+                return setter(self, value)
+            own.set(self, name, value)
+        return original(self, name, value)
+
+    return replacement
+
+
+def _deleting(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def replacement(self, name):
+        own = current_turn.attributes
+        if own is not None:
+            own.set(self, name, ABSENT)
+        return original(self, name)
+
+    return replacement
+
+
+def _changing(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def replacement(self, *args, **kwargs):
+        own = current_turn.attributes
+        # Keras often clears empty lists.
+        if own is not None and (self or args):
+            own.change(self, args)
+        return original(self, *args, **kwargs)
+
+    return replacement
+
+
+def _setting_trainable(original: property) -> property:
+    def set_trainable(self, value):
+        own = current_turn.attributes
+        if own is not None:
+            own.set(self, "trainable", value)
+        original.__set__(self, value)
+
+    return original.setter(set_trainable)
+
+
+def _container(kind: Any, methods: str) -> _Noted:
+    return _Noted(kind, dict.fromkeys(methods.split(), _changing))
+
+
+_DICT = "update setdefault pop popitem clear __setitem__ __delitem__ __ior__"
+
+_layer = _Noted(keras.Layer, {"__setattr__": _setting, "__delattr__": _deleting})
+# A layer's `trainable` sets that of its variables.
+_variable = _Noted(keras.Variable, {"trainable": _setting_trainable})
+_list = _container(
+    _tracking.TrackedList,
+    "append extend insert remove pop clear reverse sort"
+    " __setitem__ __delitem__ __iadd__",
+)
+_dict = _container(_tracking.TrackedDict, _DICT)
+# Absent in Keras 3.13 and older, which use TrackedDict.
+if hasattr(_tracking, "TrackedOrderedDict"):
+    _ordered_dict = _container(_tracking.TrackedOrderedDict, _DICT)
+_set = _container(
+    _tracking.TrackedSet,
+    "add update discard remove pop clear __ior__ __iand__ __isub__ __ixor__",
+)
+
+
 # --- private state of Keras
 
 
 def _is_in_layer() -> bool:
-    return keras_state.get_global_attribute("current_call_ctx") is not None
+    return global_state.get_global_attribute("current_call_ctx") is not None
 
 
-context.register_layer_check(_is_in_layer)
+context.is_in_layer = _is_in_layer
 
 
 def all_layers(model: keras.Layer) -> list[Any]:

@@ -6,11 +6,11 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from keras_strategy.core.context import distributed_replica
 from keras_strategy.core.variable_components import ChildScope
 from keras_strategy.keras_patches.patch import (
     SubclassPatch,
     find_module,
+    global_state,
     hook,
     in_distributed_scope,
     in_replica,
@@ -25,9 +25,6 @@ keras_masking = find_module(
 )
 keras_compiled = find_module(
     "get_loss CompileMetrics MetricsList", "keras.src.trainers.compile_utils"
-)
-keras_scopes = find_module(
-    "get_stateless_scope", "keras.src.backend.common.stateless_scope"
 )
 
 
@@ -47,7 +44,8 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
     step = replica.step
     if step.has_all_rows:
         return original(self, *inputs)
-    if step.row_weight is not None and _is_circle(self):
+    is_circle = vars(self).get("fn") is keras.losses.circle
+    if step.row_weight is not None and is_circle:
         return _call_on_global_batch(replica, original, self, *inputs)
     mask = keras_masking.get_keras_mask(y_pred)
     # Keras's own code up to the reduction of the loss values.
@@ -60,10 +58,6 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
             masks = [mask, keras_masking.get_keras_mask(values)]
             return _reduce_loss(self, replica, values, sample_weight, masks)
     return _call_on_global_batch(replica, original, self, *inputs)
-
-
-def _is_circle(loss: keras.losses.Loss) -> bool:
-    return vars(loss).get("fn") is keras.losses.circle
 
 
 _GET_LOSS = "(identifier, y_true, y_pred)"
@@ -152,7 +146,8 @@ def _result_of_all_rows(original: Callable) -> Any:
         if replica is None:
             return original(self, *args, **kwargs)
         merged = merged_values(replica, self.variables)
-        with ChildScope(merged, keras_scopes.get_stateless_scope()):
+        scope = global_state.get_global_attribute("stateless_scope")
+        with ChildScope(merged, scope):
             return original(self, *args, **kwargs)
 
     return result

@@ -11,6 +11,7 @@ and all modules that ever had them, and returns the one that this Keras has.
 import functools
 import importlib
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import keras
 
 from keras_strategy.core import context
+from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import KerasVersionError
 from keras_strategy.training.ownership import strategy_of_model
 
@@ -39,6 +41,8 @@ class Patch:
 
     # Decides if the patch acts; None if it always does.
     condition: Callable[..., Any] | None = None
+    # Returns True if this version of Keras needs the patch; None if all do.
+    needed: Callable[[], bool] | None = None
     # True if the patch does nothing while each strategy has one replica, even if its
     # condition is not marked with `multi_replica_only`.
     multi_replica_only: bool = False
@@ -47,27 +51,6 @@ class Patch:
     def target(self) -> str:
         """The patched function, as Keras names it."""
         raise NotImplementedError
-
-    @property
-    def definition(self) -> Any:
-        """The class or function that defines the patch."""
-        return type(self)
-
-    @property
-    def reason(self) -> str:
-        """The first paragraph of the definition's docstring."""
-        documentation = inspect.cleandoc(self.definition.__doc__ or "")
-        return " ".join(documentation.split("\n\n")[0].split())
-
-    @property
-    def name(self) -> str:
-        """A unique name."""
-        module = self.definition.__module__.removeprefix("keras_strategy.")
-        return f"{module} {self.target}"
-
-    def is_needed(self) -> bool:
-        """Return True if this version of Keras needs the patch."""
-        return True
 
     def check(self) -> None:
         """Raise `KerasVersionError` unless the patched place is unchanged."""
@@ -86,7 +69,7 @@ class FunctionPatch(Patch):
     signature: str | tuple[str, ...] | None
     function: Callable[..., Any]
     condition: Callable[..., Any] | None = None
-    owner_name: str | None = None
+    owner_name: str | None = None  # the public name, if the owner's is another one
     needed: Callable[[], bool] | None = None
     multi_replica_only: bool = False
 
@@ -94,13 +77,6 @@ class FunctionPatch(Patch):
     def target(self) -> str:
         owner = self.owner_name or getattr(self.owner, "__qualname__", None)
         return f"{owner or self.owner.__name__}.{self.attribute}"
-
-    @property
-    def definition(self) -> Any:
-        return self.function
-
-    def is_needed(self) -> bool:
-        return self.needed is None or self.needed()
 
     def check(self) -> None:
         original = inspect.getattr_static(self.owner, self.attribute, None)
@@ -175,7 +151,24 @@ class FunctionPatch(Patch):
         return replacement
 
 
-class SubclassPatch(Patch):
+class MethodsPatch(Patch):
+    """Patch of methods of a Keras class."""
+
+    owner: Any
+    # The function that wraps each method, by the method's name.
+    wrappers: dict[str, Callable[[Any], Any]]
+
+    @property
+    def target(self) -> str:
+        return f"{self.owner.__name__}.{next(iter(self.wrappers))}"
+
+    def check(self) -> None:
+        for name in self.wrappers:
+            if not hasattr(self.owner, name):
+                raise keras_changed_error(f"{self.owner.__name__}.{name}", "is gone")
+
+
+class SubclassPatch(MethodsPatch):
     """Patch of methods of a Keras class and of all its subclasses, also the user's.
 
     A method that overrides Keras's runs before or instead of it. Classes that are
@@ -183,23 +176,7 @@ class SubclassPatch(Patch):
     """
 
     multi_replica_only = True
-    owner: Any
-    # The function that wraps each method, by the method's name.
-    wrappers: dict[str, Callable[[Callable], Callable]]
     _replacements: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    @property
-    def target(self) -> str:
-        return f"{self.owner.__name__}.{next(iter(self.wrappers))}"
-
-    def check(self) -> None:
-        for name in ("__init__", *self.wrappers):
-            if not callable(getattr(self.owner, name, None)):
-                raise keras_changed_error(f"{self.owner.__name__}.{name}", "is gone")
-
-    def is_wrapped(self, cls: type, name: str) -> bool:
-        """Return True if the method that `cls` defines or inherits is wrapped."""
-        return True
 
     def install(self) -> None:
         original = self.owner.__init__
@@ -226,11 +203,7 @@ class SubclassPatch(Patch):
             if definer is not cls and issubclass(definer, self.owner):
                 continue
             original = vars(definer)[name]
-            if (
-                callable(original)
-                and original not in self._replacements
-                and self.is_wrapped(cls, name)
-            ):
+            if callable(original) and original not in self._replacements:
                 replacement = functools.wraps(original)(wrap(original))
                 self._replacements.add(replacement)
                 setattr(cls, name, replacement)
@@ -241,9 +214,7 @@ def hook(
     attribute: str | tuple[str, ...],
     signature: str | tuple[str, ...] | None,
     when: Callable[..., Any] | None = None,
-    needed: Callable[[], bool] | None = None,
-    multi_replica_only: bool = False,
-    owner_name: str | None = None,
+    **options: Any,
 ) -> Callable[[_Function], _Function]:
     """Mark a function as the replacement of a Keras function.
 
@@ -252,7 +223,8 @@ def hook(
     `patches_in` collects the marks of a module, and `install` installs them.
 
     Args:
-        owner: The class or module that has the function.
+        owner: The class or module that has the function; None for the class from which
+            `keras.Model` inherits it.
         attribute: The function's name in `owner`; or several names that share a
             signature and a replacement, which reads `original.__name__`.
         signature: The signature that the patch relies on. A string: all parameters, as
@@ -260,43 +232,26 @@ def hook(
             a patch that passes the others through. None: the attribute is a property.
         when: The condition, evaluated at each call: a function without parameters, or
             of the call's first argument. If it returns None, only the original runs.
-        needed: Returns True if this Keras needs the patch; evaluated once.
-        multi_replica_only: As for `Patch`.
-        owner_name: The public name of the owner, if its own name is another one.
+        **options: Other fields of a `FunctionPatch`.
     """
     attributes = (attribute,) if isinstance(attribute, str) else attribute
 
     def mark(function: _Function) -> _Function:
         patches = vars(function).setdefault(_PATCHES, [])
         for name in attributes:
-            place = (owner, name, signature, function, when)
-            patch = FunctionPatch(*place, owner_name, needed, multi_replica_only)
-            patches.append(patch)
+            definers = (c for c in keras.Model.__mro__ if name in vars(c))
+            home = next(definers, keras.Model) if owner is None else owner
+            place = home, name, signature, function, when
+            patches.append(FunctionPatch(*place, **options))
         return function
 
     return mark
 
 
-def model_hook(
-    attribute: str | tuple[str, ...],
-    signature: str | tuple[str, ...] | None,
-    when: Callable[..., Any] | None = None,
-) -> Callable[[_Function], _Function]:
-    """Mark the replacement of model methods, in the class that defines them.
-
-    Mostly that is the backend's trainer, which may also be a base class of a layer.
-    Keras compares a method with its base class's to detect user overrides.
-    """
-    attributes = (attribute,) if isinstance(attribute, str) else attribute
-
-    def mark(function: _Function) -> _Function:
-        for name in attributes:
-            mro = keras.Model.__mro__
-            owner = next((c for c in mro if name in vars(c)), keras.Model)
-            hook(owner, name, signature, when, owner_name="Model")(function)
-        return function
-
-    return mark
+# Marks the replacement of a model's methods in the class that defines them, mostly the
+# backend's trainer: Keras compares a method with its base class's to detect user
+# overrides.
+model_hook = functools.partial(hook, None, owner_name="Model")
 
 
 def keras_changed_error(target: str, what: str) -> KerasVersionError:
@@ -328,6 +283,13 @@ def find_module(names: str, *modules: str) -> Any:
     )
 
 
+# Keras's thread state.
+global_state = find_module(
+    "GLOBAL_STATE_TRACKER get_global_attribute set_global_attribute",
+    "keras.src.backend.common.global_state",
+)
+
+
 def patches_in(*modules: ModuleType) -> list[Patch]:
     """Return the patches that modules define, in the order of their definition."""
     found: list[Patch] = []
@@ -340,9 +302,24 @@ def patches_in(*modules: ModuleType) -> list[Patch]:
     return found
 
 
+# By name, since these modules import this one.
+_MODULES = (
+    "saving layers variables_optimizers losses_metrics data_adapters resume random "
+    "session trainer"
+)
+
+
+def all_patches() -> list[Patch]:
+    """Return the patches of this process, in the order of installation."""
+    names = (f"{__package__}.{name}" for name in _MODULES.split())
+    *common, trainer = map(importlib.import_module, names)
+    # The trainer's run before the backend's patches of the same functions.
+    return patches_in(*common, *get_engine().patch_modules(), trainer)
+
+
 def select_and_check(patches: Iterable[Patch]) -> list[Patch]:
     """Return the patches that this Keras needs, after checking each of them."""
-    needed = [patch for patch in patches if patch.is_needed()]
+    needed = [patch for patch in patches if patch.needed is None or patch.needed()]
     for patch in needed:
         patch.check()
     return needed
@@ -358,12 +335,17 @@ def install(patches: Iterable[Patch]) -> None:
 
 
 _waiting: list[Patch] = []  # for a strategy with several replicas
+# Several threads may create strategies at the same time.
+_installing = threading.RLock()
+_install_once = functools.cache(lambda: install(all_patches()))
 
 
-def install_multi_replica_patches() -> None:
-    """Install the checked patches that wait for a strategy with several replicas."""
-    while _waiting:
-        _waiting.pop(0).install()
+def install_for(replicas: int) -> None:
+    """Install the patches that a strategy needs; none of them if one does not fit."""
+    with _installing:
+        _install_once()
+        while replicas > 1 and _waiting:
+            _waiting.pop(0).install()
 
 
 # Not wrapped: some patches call these hundreds of times per step.

@@ -28,6 +28,7 @@ from keras_strategy.core.step_state import RowRange, has_rows
 from keras_strategy.keras_patches.layers import is_purely_keras
 from keras_strategy.keras_patches.patch import (
     find_module,
+    global_state,
     hook,
     in_replica_or_dry_run,
     multi_replica_only,
@@ -44,10 +45,6 @@ from keras_strategy.training.random import (
 from keras_strategy.training.random import settings as random_settings
 from keras_strategy.training.row_weights import gather_global_batch
 
-global_state = find_module(
-    "GLOBAL_STATE_TRACKER get_global_attribute set_global_attribute",
-    "keras.src.backend.common.global_state",
-)
 keras_seeds = find_module(
     "draw_seed global_seed_generator", "keras.src.random.seed_generator"
 )

@@ -1,7 +1,7 @@
 """Backup and resume of `fit`, also within an epoch, with the counters of callbacks.
 
-`back_up_fit` finds BackupAndRestore among the callbacks. `_Fit` tracks what Keras's
-epoch iterator reads, so that a resumed `fit` continues with the next batch.
+`back_up_fit` finds BackupAndRestore among the callbacks. `ResumableFit` tracks what
+Keras's epoch iterator reads, so that a resumed `fit` continues with the next batch.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ import numpy as np
 from keras import ops
 
 from keras_strategy.core.registry import get_engine
-from keras_strategy.data import random
 from keras_strategy.keras_patches import (
     consistency,
     data_adapters,
@@ -25,8 +24,12 @@ from keras_strategy.keras_patches import (
 from keras_strategy.keras_patches.dataset_state import DataState, TfDataState
 from keras_strategy.keras_patches.patch import find_module, hook
 from keras_strategy.keras_patches.variables_optimizers import variables_of
-from keras_strategy.training import ownership
-from keras_strategy.training.callbacks import BackupAndRestore
+from keras_strategy.training import ownership, resume
+from keras_strategy.training.callbacks import (
+    BackupAndRestore,
+    given_callbacks,
+    replace_callbacks,
+)
 from keras_strategy.training.resume import BackupContents, BackupFolder, decode, encode
 from keras_strategy.training.saving import run_on_chief
 
@@ -115,7 +118,7 @@ EpochIterator: Any = find_module(
 _thread_state = threading.local()
 
 
-def _expected_reader() -> "_Fit | None":
+def _expected_reader() -> "ResumableFit | None":
     """Return the backed-up `fit` that is about to read an epoch's batches, or None."""
     return getattr(_thread_state, "expected", None)
 
@@ -156,11 +159,7 @@ def back_up_fit(
 
     It changes `arguments`, the arguments of `fit` by name, in place.
     """
-    callbacks: Any = arguments.get("callbacks")
-    callback_list: Any = None
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callback_list, callbacks = callbacks, callbacks.callbacks
-    callbacks = list(keras.tree.flatten(callbacks or []))
+    callbacks = given_callbacks(arguments)
     of_keras = keras.callbacks.BackupAndRestore
     if strategy.num_replicas_in_sync > 1:
         callbacks = [
@@ -188,14 +187,12 @@ def back_up_fit(
     # Backups at the end of an epoch need no state within it.
     each_batch = backup.save_freq != "epoch" or bool(backup.save_before_preemption)
     data = dataset_state.dataset_state_of(arguments.get("x"), each_batch)
-    fit = _Fit(strategy, model, BackupFolder(backup.backup_dir), data, callbacks)
+    fit = ResumableFit(
+        strategy, model, BackupFolder(backup.backup_dir), data, callbacks
+    )
     saver = backup.saver(fit)
     callbacks.append(saver)
-    if callback_list is None:
-        arguments["callbacks"] = callbacks
-    else:
-        callback_list.callbacks = callbacks
-        callback_list.set_model(model)
+    replace_callbacks(arguments, callbacks)
     backup.attach(fit)
     listening = getattr(saver, "listening", contextlib.nullcontext)
     recording = contextlib.nullcontext if data is None else data.recording
@@ -208,8 +205,8 @@ def back_up_fit(
         model._initial_epoch = None  # or the next `fit` would start there
 
 
-class _Fit:
-    """A `fit` with backups; see `training.callbacks.ResumableFit`."""
+class ResumableFit:
+    """A `fit` with backups."""
 
     # Created before `fit` starts, as the backend's shuffle seed is fixed when arrays
     # become a dataset.
@@ -223,7 +220,7 @@ class _Fit:
         callbacks: list[Any],
     ):
         self._strategy, self._model, self._folder = strategy, model, folder
-        self._cluster, self._data = strategy.extended.cluster, data
+        self.cluster, self._data = strategy.extended.cluster, data
         self._callbacks = [c for c in callbacks if _counter_names(c) is not None]
         self.batch = 0
         self._iterator: Any = None
@@ -234,12 +231,12 @@ class _Fit:
         # The backup from which `restore` has resumed, until its epoch starts.
         self._resumed: BackupContents | None = None
         self._saved_data: Any = None
-        self._found = saving.read_on_chief(self._cluster, folder)
+        self._found = saving.read_on_chief(self.cluster, folder)
         if self._found is not None:
-            random.set_random_state(self._found.facts["begin"])
-        elif self._cluster is not None:
-            random.sync_with_chief(self._cluster)
-        self._begin = random.get_random_state()
+            resume.set_random_state(self._found.facts["begin"])
+        elif self.cluster is not None:
+            resume.sync_random_states(self.cluster)
+        self._begin = resume.get_random_state()
 
     def restore(self) -> None:
         """Make `fit` continue where the backup was written, if there is one."""
@@ -254,11 +251,11 @@ class _Fit:
         self._build()
         variables = variables_of(self._model, metrics=False)
         saving.assign_variables(self._strategy, found, variables, has_metrics=False)
-        random.set_random_state(position.now)
+        resume.set_random_state(position.now)
         states = facts["data"]
-        self._saved_data = dataset_state.state_of_this_worker(states, self._cluster)
+        self._saved_data = dataset_state.state_of_this_worker(states, self.cluster)
         differs = facts["engine"] != get_engine().name
-        differs |= (len(states) == 1) != (self._cluster is None)
+        differs |= (len(states) == 1) != (self.cluster is None)
         if differs and self._saved_data and isinstance(self._data, TfDataState):
             self._data.warn_other_reads()
 
@@ -301,7 +298,7 @@ class _Fit:
             return
         continues = _continues_pass(iterator)
         if not (continues and iterator._steps_seen):
-            self._before, self._begun = random.get_random_state(), continues
+            self._before, self._begun = resume.get_random_state(), continues
             self._order = data_adapters.epoch_of(iterator.data_adapter)
             if self._data is not None:
                 self._data.start_pass(continues)
@@ -332,11 +329,11 @@ class _Fit:
         if self._data is not None:
             to_read -= self._data.restore(self._saved_data)
         if position.read:
-            random.set_random_state(position.before)
+            resume.set_random_state(position.before)
         if iterator.steps_per_epoch is not None and (position.begun or position.read):
             iterator._current_iterator = iter(iterator._get_iterator())
             if position.begun and position.read:
-                random.set_random_state(position.before)
+                resume.set_random_state(position.before)
         original(iterator)
         with data_adapters.skip_batches(adapter, to_read):
             batches = iterator._current_iterator
@@ -351,11 +348,11 @@ class _Fit:
                     )
         iterator._steps_seen = position.read
         data_adapters.set_epoch(adapter, order)
-        random.set_random_state(position.now)
+        resume.set_random_state(position.now)
 
     def save(self, epoch: int, batch: int) -> None:
         """Write a backup from which training continues at this epoch and batch."""
-        strategy, cluster, iterator = self._strategy, self._cluster, self._iterator
+        strategy, cluster, iterator = self._strategy, self.cluster, self._iterator
         if cluster is not None:
             consistency.check_same_values(strategy, self._model, operation="the backup")
         continues = _continues_pass(iterator)
@@ -365,7 +362,7 @@ class _Fit:
             read,
             self._before,
             self._begun if read else continues,
-            random.get_random_state(),
+            resume.get_random_state(),
             (self._order, data_adapters.epoch_of(iterator.data_adapter)),
         )
         data_states = [None]
@@ -390,12 +387,7 @@ class _Fit:
 
     def clear(self) -> None:
         """Remove the backups."""
-        run_on_chief(self._cluster, "the removal of the backups", self._folder.clear)
-
-    def agree(self, says: list[bool]) -> list[list[bool]]:
-        """Return what each worker passes; all of them call it."""
-        cluster = self._cluster
-        return [says] if cluster is None else cluster.exchange("whether to end", says)
+        run_on_chief(self.cluster, "the removal of the backups", self._folder.clear)
 
 
 def _check_same_data(found: BackupContents, adapter: Any, position: _Position) -> None:

@@ -10,10 +10,13 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_strategy.data import random
 from keras_strategy.keras_patches import consistency, dataset_state
 from keras_strategy.keras_patches.patch import find_module, hook, model_on_workers
-from keras_strategy.keras_patches.random import global_generator, keras_seeds
+from keras_strategy.keras_patches.random import (
+    global_generator,
+    global_state,
+    keras_seeds,
+)
 from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training import ownership
 from keras_strategy.training.resume import (
@@ -22,6 +25,8 @@ from keras_strategy.training.resume import (
     BackupFolder,
     decode,
     encode,
+    get_random_state,
+    set_random_state,
 )
 from keras_strategy.training.saving import (
     atomic_write_path,
@@ -33,12 +38,9 @@ from keras_strategy.training.sharding import is_sharded
 from keras_strategy.training.variable_sync import is_sync_on_read
 
 saving_lib = find_module("get_temp_dir get_attr_skipset", "keras.src.saving.saving_lib")
-_skipped_attributes: dict[str, set[str]] = {}
-
-
-def _known_skipset(obj_type: str) -> set[str] | None:
-    """Return the attributes that Keras does not save, if computed before, or None."""
-    return _skipped_attributes.get(obj_type)
+# Where Keras looks for the attributes of optimizers that it does not save. It creates
+# an optimizer to find them, and keeps them under another name.
+_OPTIMIZER_SKIPSET = "saving_attr_skiplist_Optimizer"
 
 
 @hook(
@@ -49,8 +51,8 @@ def _known_skipset(obj_type: str) -> set[str] | None:
 )
 def _save(original, strategy, self, filepath, *args, **kwargs):
     """Let the chief write for all workers, after all have read sharded variables."""
-    if "Optimizer" not in _skipped_attributes:
-        _skipped_attributes["Optimizer"] = saving_lib.get_attr_skipset("Optimizer")
+    skipset = saving_lib.get_attr_skipset("Optimizer")  # needs all workers
+    global_state.set_global_attribute(_OPTIMIZER_SKIPSET, skipset)
     ownership.broadcast_pending_values()  # needs all workers
     path = os.fspath(filepath)
     operation = f"`{original.__name__}` to {os.path.basename(path)}"
@@ -59,7 +61,7 @@ def _save(original, strategy, self, filepath, *args, **kwargs):
     beside = path
     if "://" in path:
         beside = os.path.join(tempfile.gettempdir(), f"keras_strategy-{os.getpid()}")
-    to_disk = ArraySpill.next_to(pathlib.Path(beside))
+    to_disk = ArraySpill(pathlib.Path(beside))
     with to_disk if cluster.is_chief else ArraySpill(None) as spill:
         # Of variables that differ between replicas. Sharded ones are spilled to disk:
         # together they may exceed the chief's memory.
@@ -83,12 +85,6 @@ def _save(original, strategy, self, filepath, *args, **kwargs):
 def _get_temp_dir(original, folder):
     """Write temporary files next to the target, so the next save removes leftovers."""
     return tempfile.mkdtemp(dir=folder)
-
-
-@hook(saving_lib, "get_attr_skipset", "(obj_type)", when=_known_skipset)
-def _get_attr_skipset(original, skipset, obj_type):
-    """Avoid creating an optimizer on the chief alone: that needs all workers."""
-    return skipset
 
 
 _PER_REPLICA = "/replicas"
@@ -261,7 +257,7 @@ class Checkpoint:
         state = dataset_state.state_of_this_worker(found.facts["data"], self._cluster)
         for name, data in self._data.items():
             data.load_state_dict(decode(state[name]))
-        random.set_random_state(found.facts["random"])
+        set_random_state(found.facts["random"])
         return found.facts["steps"]
 
     def save(self, steps: int) -> None:
@@ -273,7 +269,7 @@ class Checkpoint:
         ]
         if self._data and self._cluster is not None:
             states = self._cluster.exchange("the dataset state", states[0])
-        facts |= {"steps": steps, "random": random.get_random_state(), "data": states}
+        facts |= {"steps": steps, "random": get_random_state(), "data": states}
         run_on_chief(
             self._cluster, "a checkpoint", lambda: self._folder.write(facts, arrays)
         )

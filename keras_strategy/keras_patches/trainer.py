@@ -10,16 +10,29 @@ import keras
 
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import setattr_hooks
-from keras_strategy.data import random
-from keras_strategy.data.prefetch import prefetch_disabled, stop_prefetchers_on_exit
+from keras_strategy.data.sources import prefetch_disabled, stop_prefetchers_on_exit
 from keras_strategy.keras_patches import consistency as mirror_consistency
 from keras_strategy.keras_patches import data_adapters
-from keras_strategy.keras_patches.patch import hook, in_scope, model_hook
+from keras_strategy.keras_patches.patch import (
+    hook,
+    in_scope,
+    model_hook,
+    model_on_replicas,
+)
 from keras_strategy.keras_patches.resume import back_up_fit
 from keras_strategy.keras_patches.variables_optimizers import adopt_variables
 from keras_strategy.training import consistency, ownership
-from keras_strategy.training.callbacks import LogFreeCallback, prepare_fit_arguments
+from keras_strategy.training.callbacks import (
+    CHIEF_ONLY_CALLBACKS,
+    DETERMINISTIC_CALLBACKS,
+    SYNCHRONIZED_CALLBACKS,
+    LogFreeCallback,
+    given_callbacks,
+    replace_callbacks,
+)
 from keras_strategy.training.ownership import strategy_of_model
+from keras_strategy.training.resume import random_state_digest, sync_random_states
+from keras_strategy.training.saving import run_first_step
 from keras_strategy.training.train_step import report_differing_rows
 
 _SAVING_CALLBACKS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
@@ -27,26 +40,20 @@ _SAVING_CALLBACKS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelChec
 _NO_OP = keras.callbacks.Callback().on_batch_end
 
 
-@hook(keras.callbacks.CallbackList, "on_epoch_begin", "(self, epoch, logs=None)")
-def _on_epoch_begin(original, self, epoch, logs=None):
+@hook(
+    keras.callbacks.CallbackList,
+    ("on_epoch_begin", "on_test_begin", "on_predict_begin"),
+    ("logs",),
+)
+def _on_begin(original, self, *args, **kwargs):
     """Skip the logs of a batch if no callback reads them.
 
     Keras passes the logs of every batch to a thread that reads them, or waits for them,
     before it calls the callbacks, most of which only handle epochs.
     """
-    original(self, epoch, logs)
-    _select_batch_callbacks(self, "train")
-
-
-@hook(
-    keras.callbacks.CallbackList,
-    ("on_test_begin", "on_predict_begin"),
-    "(self, logs=None)",
-)
-def _on_begin(original, self, logs=None):
-    """Skip the logs of a batch if no callback reads them, see `_on_epoch_begin`."""
-    original(self, logs)
-    _select_batch_callbacks(self, original.__name__.split("_")[1])
+    original(self, *args, **kwargs)
+    kind = original.__name__.split("_")[1]
+    _select_batch_callbacks(self, "train" if kind == "epoch" else kind)
 
 
 def _select_batch_callbacks(callbacks: keras.callbacks.CallbackList, kind: str) -> None:
@@ -138,30 +145,27 @@ def _call_with_strategy(
     if name == "fit":
         backups = back_up_fit(strategy, model, call.arguments)
     with backups:
-        return _call_with_replicas(strategy, is_single, original, model, call)
+        if is_single:
+            return original(*call.args, **call.kwargs)
+        return _call_with_replicas(strategy, original, model, call)
 
 
 def _call_with_replicas(
-    strategy: Any, is_single: bool, original: Callable, model: keras.Model, call: Any
+    strategy: Any, original: Callable, model: keras.Model, call: Any
 ) -> Any:
-    if is_single:
-        return original(*call.args, **call.kwargs)
     cluster, name = strategy.extended.cluster, original.__name__
     if cluster is not None and name != "compile":
         ownership.broadcast_pending_values()
         if name == "fit":  # compared when its callbacks are known
-            random.sync_with_chief(cluster)
+            sync_random_states(cluster)
         else:  # one exchange for both: called for each batch
             signature = consistency.call_signature(call.arguments)
             digests = consistency.check_workers_agree(
-                cluster, signature, random.random_state_digest(), name
+                cluster, signature, random_state_digest(), name
             )
-            random.sync_with_chief(cluster, digests)
+            sync_random_states(cluster, digests)
         if name in _LOOPS:
-            create_sync = functools.partial(
-                _create_training_sync, strategy, model, call.arguments
-            )
-            prepare_fit_arguments(name, call.arguments, cluster, create_sync)
+            _prepare_callbacks(strategy, model, name, call.arguments)
     callbacks = call.arguments.get("callbacks")
     if name == "fit" and not isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = keras.tree.flatten(callbacks or [])
@@ -180,14 +184,34 @@ def _call_with_replicas(
 _signature = functools.cache(inspect.signature)
 
 
+def _prepare_callbacks(
+    strategy: Any, model: keras.Model, method: str, arguments: dict[str, Any]
+) -> None:
+    """Adapt the callbacks and the output to this worker, and keep workers in step."""
+    cluster = strategy.extended.cluster
+    if not cluster.is_chief:
+        arguments["verbose"] = 0
+    given = arguments.get("callbacks")
+    if isinstance(given, keras.callbacks.CallbackList) and method != "fit":
+        return  # `fit` passes its list to `evaluate`
+    callbacks = given_callbacks(arguments)
+    cluster.client.notes["callbacks"] = ", ".join(type(c).__name__ for c in callbacks)
+    kept = callbacks
+    if not cluster.is_chief:
+        kept = [c for c in callbacks if not isinstance(c, CHIEF_ONLY_CALLBACKS)]
+    if method == "fit":
+        sync = _create_training_sync(strategy, model, arguments, callbacks)
+        kept = [*kept, sync]
+    replace_callbacks(arguments, kept)
+
+
 def _create_training_sync(
-    strategy: Any,
-    model: keras.Model,
-    arguments: dict[str, Any],
-    in_step: list[Any],
-    acts_alone: bool,
+    strategy: Any, model: keras.Model, arguments: dict[str, Any], callbacks: list[Any]
 ) -> keras.callbacks.Callback:
     """Check that the workers agree, and return the callback that keeps them in step."""
+    in_step = [c for c in callbacks if isinstance(c, SYNCHRONIZED_CALLBACKS)]
+    # One of the others may decide by local data.
+    acts_alone = not all(type(c) in DETERMINISTIC_CALLBACKS for c in callbacks)
     cluster = strategy.extended.cluster
     compiled = getattr(model, "_compile_config", None)  # not if the model overrides it
     settings = {} if compiled is None else compiled.config
@@ -232,3 +256,33 @@ def _recorded(iterator: Any, batches: list[Any]) -> Iterator[tuple[int, int, lis
         step = data if isinstance(data, list | tuple) else [next(data)]
         batches.append(step[0])
         yield begin, end, list(step)
+
+
+@model_hook(
+    ("make_train_function", "make_test_function", "make_predict_function"),
+    "(self, force=False)",
+    when=model_on_replicas,
+)
+def _make_function(original, strategy, self, force=False):
+    """Warn about a slow first step, for example during compilation."""
+    kind = original.__name__.split("_")[1]
+    name = f"{kind}_function"
+    before = getattr(self, name)
+    result = original(self, force)
+    step = getattr(self, name)
+    if step is before:
+        return result
+
+    what = f"{kind} step of the model '{self.name}'"
+    cluster = strategy.extended.cluster
+    first_steps = [functools.partial(run_first_step, step, what, cluster)]
+
+    @functools.wraps(step)
+    def first(*args):
+        # Not if the user has wrapped it; the wrapper calls it in each step.
+        if getattr(self, name) is first:
+            setattr(self, name, step)
+        return (first_steps.pop() if first_steps else step)(*args)
+
+    setattr(self, name, first)
+    return first if result is step else result

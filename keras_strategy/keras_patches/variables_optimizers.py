@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_strategy.core import context
-from keras_strategy.core.step_recorder import active_recorder
+from keras_strategy.core.step_state import APPLY, active_recorder
 from keras_strategy.keras_patches.patch import (
     SubclassPatch,
     before_apply,
@@ -18,7 +18,11 @@ from keras_strategy.keras_patches.patch import (
     in_distributed_scope,
 )
 from keras_strategy.training import variable_sync
-from keras_strategy.training.ownership import set_owner, strategy_of_variable
+from keras_strategy.training.ownership import (
+    check_assigned_owner,
+    set_owner,
+    strategy_of_variable,
+)
 from keras_strategy.training.random import EndOfDryRun
 from keras_strategy.training.sharding import creating_slots
 
@@ -48,6 +52,8 @@ def _init(original, self, *args, **kwargs):
 @hook(keras.Variable, "assign", "(self, value)", when=before_apply)
 def _assign(original, replica, self, value):
     """Aggregate the values that the replicas assign."""
+    if replica.step.row_weight is None:  # in `run`
+        check_assigned_owner(context.get_strategy(), self)
     value = as_stored(self, value)
     is_unaggregated = self.aggregation == "none"
     if is_unaggregated and variable_sync.is_central_without_aggregation(self):
@@ -136,11 +142,12 @@ def _sum_and_apply(
         return apply(grads)
     recorder = active_recorder(strategy)
     if recorder is not None:
-        sums = iter(_sum_gradients(strategy, replica, grads))
-        sums = [None if grad is None else next(sums) for grad in grads]
+        sums = _sum_gradients(strategy, replica, grads)
         if replica.index == 0:
             recorder.add(optimizer, sums, variables)
         return None
+    if variables and replica.step.row_weight is None:  # usually all are of one model
+        check_assigned_owner(strategy, variables[0])
     if not optimizer.built and variables is not None:
 
         def build():
@@ -149,19 +156,19 @@ def _sum_and_apply(
                 optimizer.built = True
 
         replica.once(build)
-    present = [grad for grad in grads if grad is not None]
     step = replica.step
     step.optimizer, step.reducing_gradients_of = optimizer, variables
-    if variables is not None and len(present) < len(grads):
-        pairs = zip(grads, variables, strict=False)  # Keras checks the count
-        step.reducing_gradients_of = [v for grad, v in pairs if grad is not None]
+    absent = [index for index, grad in enumerate(grads) if grad is None]
+    if absent:
+        step.reduction = f"{APPLY} without gradients of variables {absent}"
+        if variables is not None:
+            pairs = zip(grads, variables, strict=False)  # Keras checks the count
+            step.reducing_gradients_of = [v for grad, v in pairs if grad is not None]
     try:
-        summed = _sum_gradients(strategy, replica, present)
+        summed = _sum_gradients(strategy, replica, grads)
     finally:
         step.optimizer = step.reducing_gradients_of = None
-    if len(summed) < len(grads):
-        rest = iter(summed)
-        summed = [None if grad is None else next(rest) for grad in grads]
+        step.reduction = APPLY
     step.is_applying = True
     try:
         return apply(summed)
@@ -174,8 +181,13 @@ def _sum_gradients(strategy: Any, replica: Any, grads: Sequence[Any]) -> list[An
     present = [grad for grad in grads if grad is not None]
     weight, reducer = replica.step.row_weight, strategy.extended.custom_reducer
     if reducer is None:
-        return list(replica.weighted_sum(present, weight))
-    return list(reducer.weighted_sum(replica, present, weight))
+        sums = replica.weighted_sum(present, weight)
+    else:
+        sums = reducer.weighted_sum(replica, present, weight)
+    if len(present) == len(grads):
+        return list(sums)
+    rest = iter(sums)
+    return [None if grad is None else next(rest) for grad in grads]
 
 
 def _apply_sums(original: Callable) -> Callable:

@@ -78,6 +78,17 @@ _PORT_EXAMPLES = """\
 examples:
   keras-strategy port train.py
   keras-strategy port train.py | patch train.py"""
+_VERIFY = """\
+Runs a program up to its first `fit`. Compares a step of it on the strategy's replicas
+with one device's, and ends the program."""
+_VERIFY_EXAMPLES = """\
+examples:
+  keras-strategy verify train.py
+  KERAS_BACKEND=torch keras-strategy verify train.py --epochs 1
+
+exit codes:
+  0    the replicas equal one device
+  1    they differ, or the program raised or calls no `fit`"""
 _COMPLETION_EXAMPLES = """\
 examples:
   source <(keras-strategy completion bash)
@@ -98,8 +109,7 @@ complete -o filenames -F _keras_strategy keras-strategy
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line, by default this process's; return the exit status."""
-    parser, run_parser = _parsers()
-    options = parser.parse_args(args)
+    options = _parser().parse_args(args)
     if options.subcommand != "run":
         if options.subcommand == "completion":
             return _print_completion(options)
@@ -107,7 +117,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return module.main(options)
 
     if not options.module and not os.path.exists(options.program):
-        run_parser.error(
+        options.fail(
             f"argument program: there is no file {options.program!r}. Give the path of "
             "a Python script, or -m and the name of a module"
         )
@@ -131,8 +141,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Return the parser of the command line, and that of `run`."""
+def _parser() -> argparse.ArgumentParser:
     style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(
         prog="keras-strategy",
@@ -143,7 +152,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     commands = parser.add_subparsers(
         dest="subcommand",
         required=True,
-        metavar="{run,info,doctor,scaling,bench,port,completion}",
+        metavar="{run,info,doctor,scaling,bench,verify,port,completion}",
     )
 
     def add(name: str, summary: str, description: str, epilog: str, **settings: Any):
@@ -173,6 +182,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="the program is the name of a module, as for python -m",
     )
     _add_program(run)
+    run.set_defaults(fail=run.error)
 
     shows = "versions, devices and the detected cluster"
     info = add("info", f"show {shows}", f"Shows {shows}.", _INFO_EXAMPLES)
@@ -186,15 +196,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     scaling = add(
         "scaling", "time a program on more workers", _SCALING, _SCALING_EXAMPLES
     )
-    scaling.add_argument(
-        "--workers",
-        type=_positive_ints,
-        default=(1, 2, 4),
-        metavar="N,N",
-        help="the numbers of workers (default: 1,2,4)",
-    )
     _add_options(
         scaling,
+        ("workers", _positive_ints, "1,2,4", "N,N", "the numbers of workers"),
         ("devices-per-worker", _int_from(1), None, "M", "as for run"),
         ("png", str, None, "FILE", _PNG),
     )
@@ -211,6 +215,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     bench.add_argument("--json", action="store_true", help="print JSON")
 
+    summary = "compare a program's replicas with one device"
+    _add_program(add("verify", summary, _VERIFY, _VERIFY_EXAMPLES))
+
     port = add("port", "print what tf.distribute's names become", _PORT, _PORT_EXAMPLES)
     port.add_argument("file", help="a Python program that uses tf.distribute")
 
@@ -220,12 +227,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     completion.add_argument("shell", choices=("bash", "zsh"))
     completion.set_defaults(commands=commands.choices)
-    return parser, run
+    return parser
 
 
 def _add_options(
     parser: argparse.ArgumentParser,
-    *options: tuple[str, Callable[[str], Any], float | None, str, str],
+    *options: tuple[str, Callable[[str], Any], float | str | None, str, str],
 ) -> None:
     """Add options, each with its name, parser, default, metavar and help."""
     for name, kind, default, metavar, text in options:
@@ -258,7 +265,6 @@ def _print_completion(options: argparse.Namespace) -> int:
 
 
 def _int_from(minimum: int) -> Callable[[str], int]:
-
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
             raise argparse.ArgumentTypeError(
@@ -271,13 +277,7 @@ def _int_from(minimum: int) -> Callable[[str], int]:
 
 def _positive_ints(text: str) -> tuple[int, ...]:
     """Parse comma-separated numbers; return them sorted, each once."""
-    numbers = text.split(",")
-    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        raise argparse.ArgumentTypeError(
-            "Expected whole numbers with commas between them, such as 1,2,4. "
-            f"Received: {text!r}"
-        )
-    return tuple(sorted({int(number) for number in numbers}))
+    return tuple(sorted(set(map(_int_from(1), text.split(",")))))
 
 
 def _seconds(text: str) -> float:

@@ -1,25 +1,28 @@
-"""Checks of `keras-strategy doctor`: whether training works here, or how to fix it."""
+"""Checks of `keras-strategy doctor`: whether training works here, or how to fix it.
+
+Some run this file as a program in processes of their own: only those import Keras.
+"""
 
 import argparse
-import dataclasses
-import importlib.util
 import os
 import re
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 
 from keras_strategy.cluster_resolver import detect
+from keras_strategy.launch.processes import run_python
 
-# `doctor_programs` prints these before its numbers.
-DIFFERENCE = "largest difference:"
-SUM = "sum over the workers:"
-_PROGRAMS = "keras_strategy.launch.doctor_programs"
-_BACKEND_PACKAGES = {"jax": "jax", "torch": "torch", "tensorflow": "tensorflow-cpu"}
+# The programs print these before their numbers.
+_DIFFERENCE = "largest difference:"
+_SUM = "sum over the workers:"
+_PROGRAMS = "keras_strategy.launch.doctor"
+_BACKENDS = "jax", "torch", "tensorflow"
 _MAX_DIFFERENCE = 1e-5
 _WORKERS = 2
 
@@ -27,18 +30,17 @@ _WORKERS = 2
 _ADVICE = {
     "KerasVersionError": "install a Keras that docs/keras_versions.md lists",
     "rendezvous": "set NPROC=8 before Python starts",
-    "ModuleNotFoundError": "pip install the package that it names",
+    "ModuleNotFoundError": "pip install the package that it names (tensorflow-cpu for "
+    "tensorflow), or choose another backend",
     "no result within": "allow more time with --timeout-seconds",
     "NCCL": "this torch has no NCCL: install a build with CUDA",
     "Address already in use": "end the program that listens at that port",
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Result of a check, in words, and how to fix a failure."""
 
-    check: str
     ok: bool
     detail: str
     advice: str = ""
@@ -47,9 +49,9 @@ class Finding:
 def main(options: argparse.Namespace) -> int:
     console = Console(soft_wrap=True)
     status = 0
-    for finding in findings(options.timeout_seconds):
+    for check, finding in findings(options.timeout_seconds):
         mark = "[green]well [/]" if finding.ok else "[red]wrong[/]"
-        detail = f"[bold]{finding.check}[/]: {escape(finding.detail)}"
+        detail = f"[bold]{check}[/]: {escape(finding.detail)}"
         console.print(f"{mark} {detail}", highlight=False)
         if not finding.ok:
             console.print(f"      {escape(finding.advice)}", highlight=False)
@@ -57,48 +59,40 @@ def main(options: argparse.Namespace) -> int:
     return status
 
 
-def findings(timeout_seconds: float) -> Iterator[Finding]:
+def findings(timeout_seconds: float) -> Iterator[tuple[str, Finding]]:
     """Run the checks in order; without a working backend only the first."""
     first = engine()
-    yield first
+    yield "engine", first
     if not first.ok:
         return
-    yield threads()
-    gpu_finding = torch_gpus() if first.detail.endswith("torch") else None
-    yield from filter(None, (gpu_finding, cluster()))
-    yield replicas(timeout_seconds)
-    yield workers(timeout_seconds)
+    yield "threads", threads()
+    if first.detail.endswith("torch") and (found := torch_gpus()):
+        yield "GPUs", found
+    if found := cluster():
+        yield "cluster", found
+    yield "a step on two replicas", replicas(timeout_seconds)
+    yield f"a sum over {_WORKERS} processes", workers(timeout_seconds)
 
 
 def engine() -> Finding:
-    """Check that Keras and its backend can be imported."""
-    check = "engine"
     requested = os.environ.get("KERAS_BACKEND")
-    choose = f"set KERAS_BACKEND to one of {', '.join(_BACKEND_PACKAGES)}"
-    if requested is not None and requested not in _BACKEND_PACKAGES:
+    choose = f"set KERAS_BACKEND to one of {', '.join(_BACKENDS)}"
+    if requested is not None and requested not in _BACKENDS:
         detail = f"KERAS_BACKEND is {requested!r}, which does not train"
-        return Finding(check, False, detail, choose)
-    if requested is not None and importlib.util.find_spec(requested) is None:
-        return Finding(
-            check,
-            False,
-            f"KERAS_BACKEND is {requested!r}, and there is no such package",
-            f"pip install {_BACKEND_PACKAGES[requested]}, or choose another backend",
-        )
+        return Finding(False, detail, choose)
     program = "import keras; print(keras.__version__, keras.backend.backend())"
     output, status = _run(["-c", program], 120)
     if status:
-        return Finding(check, False, _last_line(output), "repair the installation")
+        return _failure(output, status)
     version, backend = output.split()[-2:]
-    detail = f"Keras {version} on {backend}"
-    return Finding(check, backend in _BACKEND_PACKAGES, detail, choose)
+    is_supported = backend in _BACKENDS
+    return Finding(is_supported, f"Keras {version} on {backend}", choose)
 
 
 def threads() -> Finding:
     count = int(os.environ.get("NPROC") or os.cpu_count() or 1)
     devices = int(os.environ.get("KERAS_STRATEGY_LOGICAL_CPUS") or 2)
     return Finding(
-        "threads",
         count >= devices,
         f"{count} for {devices} logical CPU devices",
         "set NPROC=8 before Python starts: otherwise JAX devices that wait for each "
@@ -128,12 +122,11 @@ def gpus(count: int, nccl: bool) -> Finding | None:
             "; replicas of one process take turns: to have them compute in parallel, "
             f"keras-strategy run --workers {count} with MultiWorkerMirroredStrategy"
         )
-    return Finding("GPUs", nccl, detail, "install a build of torch with CUDA and NCCL")
+    return Finding(nccl, detail, "install a build of torch with CUDA and NCCL")
 
 
 def cluster() -> Finding | None:
     """Check that this worker of a cluster can listen at its address."""
-    check = "cluster"
     chosen = detect().chosen
     if chosen is None:
         return None
@@ -145,34 +138,31 @@ def cluster() -> Finding | None:
         )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         detail = f"{name} cannot be used: {error}"
-        return Finding(check, False, detail, "correct what it names")
+        return Finding(False, detail, "correct what it names")
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
-        return Finding(check, True, f"{name}: this is {resolver.task_type}")
+        return Finding(True, f"{name}: this is {resolver.task_type}")
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", int(port)))
         except OSError as error:
             return Finding(
-                check,
                 False,
                 f"{name}: cannot listen at port {port} of {host}: {error.strerror}",
                 "end the program that listens there, or choose another port",
             )
-    return Finding(check, True, f"{name}: port {port} is free")
+    return Finding(True, f"{name}: port {port} is free")
 
 
 def replicas(timeout_seconds: float) -> Finding:
-    check = "a step on two replicas"
     program = ["-m", _PROGRAMS, "replicas"]
     output, status = _run(program, timeout_seconds, is_isolated=True)
-    number = re.search(f"{DIFFERENCE} (\\S+)", output)
+    number = re.search(f"{_DIFFERENCE} (\\S+)", output)
     if status or number is None:
-        return _failure(check, output, status)
+        return _failure(output, status)
     difference = float(number[1])
     return Finding(
-        check,
         difference <= _MAX_DIFFERENCE,
         f"{difference:.0e} from one device",
         "this is a bug: please report it with the output of keras-strategy info",
@@ -180,22 +170,21 @@ def replicas(timeout_seconds: float) -> Finding:
 
 
 def workers(timeout_seconds: float) -> Finding:
-    check = f"a sum over {_WORKERS} processes"
     run = ["-m", "keras_strategy", "run", "--workers", str(_WORKERS)]
     program = [*run, "-m", _PROGRAMS, "workers"]
     output, status = _run(program, timeout_seconds, is_isolated=True)
-    sums = re.findall(f"{SUM} (\\S+)", output)
+    sums = re.findall(f"{_SUM} (\\S+)", output)
     if status or len(sums) != _WORKERS:
-        return _failure(check, output, status)
-    return Finding(check, True, f"{sums[0]} on each")
+        return _failure(output, status)
+    return Finding(True, f"{sums[0]} on each")
 
 
-def _failure(check: str, output: str, status: int) -> Finding:
+def _failure(output: str, status: int) -> Finding:
     errors = re.findall(r"^.*?(\w+(?:Error|Exception): .+)$", output, re.MULTILINE)
     detail = errors[-1] if errors else f"{_last_line(output)} (exit code {status})"
     advice = "keras-strategy info shows the setup; the message names what failed"
     known = (fix for text, fix in _ADVICE.items() if text in output)
-    return Finding(check, False, detail, next(known, advice))
+    return Finding(False, detail, next(known, advice))
 
 
 def _run(
@@ -208,21 +197,48 @@ def _run(
         for name in ("KERAS_STRATEGY_LOGICAL_CPUS", "TF_CONFIG"):
             environment.pop(name, None)
     try:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_seconds,
-            check=False,
-        )
+        return run_python(arguments, env=environment, timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         return f"no result within {timeout_seconds:g} s", -1
-    return done.stdout, done.returncode
 
 
 def _last_line(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return lines[-1] if lines else "it ended without output"
+
+
+def train_on_two_replicas() -> None:
+    """Print the largest difference from the weights that one device gives."""
+    import keras
+    import numpy as np
+
+    import keras_strategy as ks
+
+    ks.config.set_logical_devices("cpu", 2)
+    rows = np.random.default_rng(0).normal(size=(5, 4)).astype("float32")
+    weights = []
+    two = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    for strategy in two, ks.OneDeviceStrategy("cpu:0"):
+        # Not `keras.utils.set_random_seed`, which takes seconds to import TensorFlow.
+        kernel = keras.initializers.GlorotUniform(seed=1)
+        dense = keras.layers.Dense(2, kernel_initializer=kernel)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), dense])
+            model.compile("sgd", "mse")
+        model.fit(rows, rows[:, :2], batch_size=5, verbose=0)
+        weights.append(model.get_weights()[0])
+    print(_DIFFERENCE, float(np.abs(weights[0] - weights[1]).max()))
+
+
+def sum_over_workers() -> None:
+    import keras
+
+    import keras_strategy as ks
+
+    strategy = ks.MultiWorkerMirroredStrategy()
+    ones = strategy.run(lambda: keras.ops.ones(()))
+    print(_SUM, float(strategy.reduce("sum", ones)))
+
+
+if __name__ == "__main__":
+    {"replicas": train_on_two_replicas, "workers": sum_over_workers}[sys.argv[1]]()

@@ -11,53 +11,43 @@ from rich.console import Console
 from rich.markup import escape
 
 import keras_strategy
-from keras_strategy.cluster_resolver import detect
+from keras_strategy.cluster_resolver.detection import Finding, detect
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
 
-# Rows that `data` has in another form.
-_TEXT_ONLY = {"devices", "cluster", "MirroredStrategy"}
-
 
 def main(options: argparse.Namespace) -> int:
+    found = data()
     if options.json:
-        print(json.dumps(data(), indent=2))
+        print(json.dumps(found, indent=2))
         return 0
+    devices, found["devices"] = _devices()
+    count, cluster = len(devices), found.pop("cluster")
+    found["MirroredStrategy"] = f"{count} replica{'s' * (count > 1)} in this process"
+    found["cluster"] = cluster["says"]
     console = Console(soft_wrap=True)
-    for name, value in rows():
+    for name, value in found.items():
         console.print(f"[bold]{name:<18}[/]{escape(value)}", highlight=False)
     console.print("\nLooked for a cluster:", style="bold")
-    console.print(escape(str(detect())), highlight=False)
+    console.print(escape("\n".join(cluster["looked_for"])), highlight=False)
     return 0
 
 
 def data() -> dict[str, Any]:
-    detection = detect()
+    backend, detection = keras.backend.backend(), detect()
+    version = getattr(sys.modules.get(backend), "__version__", "unknown")
     return {
-        **{name: value for name, value in rows() if name not in _TEXT_ONLY},
+        "keras_strategy": keras_strategy.__version__,
+        "python": platform.python_version(),
+        "keras": keras.__version__,
+        "backend": f"{backend} {version}",
         "devices": _devices()[0],
         "cluster": {
             "found": detection.chosen and detection.chosen.name,
-            "says": _cluster(),
+            "says": _describe(detection.chosen),
             "looked_for": str(detection).splitlines(),
         },
     }
-
-
-def rows() -> list[tuple[str, str]]:
-    backend = keras.backend.backend()
-    version = getattr(sys.modules.get(backend), "__version__", "unknown")
-    devices, shown = _devices()
-    count = f"{len(devices)} replica{'s' * (len(devices) > 1)} in this process"
-    return [
-        ("keras_strategy", keras_strategy.__version__),
-        ("python", platform.python_version()),
-        ("keras", keras.__version__),
-        ("backend", f"{backend} {version}"),
-        ("devices", shown),
-        ("MirroredStrategy", count),
-        ("cluster", _cluster()),
-    ]
 
 
 def _devices() -> tuple[list[str], str]:
@@ -69,8 +59,7 @@ def _devices() -> tuple[list[str], str]:
     return devices, ", ".join(devices)
 
 
-def _cluster() -> str:
-    chosen = detect().chosen
+def _describe(chosen: Finding | None) -> str:
     if chosen is None:
         return "none, this process is on its own"
     try:

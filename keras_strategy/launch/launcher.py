@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import os
 import re
 import selectors
@@ -9,17 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from typing import BinaryIO, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import BinaryIO
 
 from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED
 from keras_strategy.launch.local_cluster import LocalCluster, thread_limits
 from keras_strategy.launch.processes import (
     Guard,
     ProcessWatch,
-    ReceivedSignals,
     WorkerProcess,
     exit_text,
+    record_signals,
 )
 
 _FIRST_WAIT_SECONDS = 1.0
@@ -45,27 +46,50 @@ _COLOURS = (36, 33, 35, 32, 34, 31)
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """Launcher of a command in several workers of this machine."""
+    """Launcher of a command in several workers of this machine.
+
+    Attributes:
+        command: The program and its arguments.
+        workers: The number of workers.
+        devices_per_worker: The logical CPU devices of each worker; None keeps the
+            backend's own.
+        max_restarts: How often to restart all workers when one failed or was preempted.
+        grace_seconds: How long a worker may take to end when it is asked to.
+
+    Example:
+
+    ```python
+    import sys
+
+    from keras_strategy.launch.launcher import Launcher
+
+    status = Launcher((sys.executable, "-c", "exit(3)"), workers=1).run()
+    assert status == 3
+    ```
+    """
 
     command: tuple[str, ...]
     workers: int
-    # Logical CPU devices; None keeps the backend's own.
     devices_per_worker: int | None = None
     max_restarts: int = 0
-    # How long a worker may take to end when it is asked to.
     grace_seconds: float = 30.0
 
     def run(self) -> int:
-        """Run the command in the main thread; return the first failure's code, or 0."""
-        with ReceivedSignals() as signals:
+        """Run the command to its end in the main thread; return its exit code.
+
+        That is 0, or the code of the worker that failed first; 130 after SIGINT.
+        """
+        with record_signals() as signals:
             restarts = failures = 0
             while True:
                 failure = _WorkerTeam(self, signals).run()
                 if failure is None:
                     return 0
-                reason = f"{failure.name} {exit_text(failure.status)}."
-                preempted = failure.status == EXIT_PREEMPTED
-                if signals.all or restarts == self.max_restarts:
+                worker, last_lines = failure
+                status = worker.wait()
+                reason = f"{worker.name} {exit_text(status)}."
+                preempted = status == EXIT_PREEMPTED
+                if signals or restarts == self.max_restarts:
                     break
                 # A preempted worker has done its part: it need not wait any longer.
                 failures = 0 if preempted else failures + 1
@@ -77,20 +101,20 @@ class Launcher:
                     f"(restart {restarts} of {self.max_restarts})."
                 )
                 until = time.monotonic() + seconds
-                while not signals.all and time.monotonic() < until:
+                while not signals and time.monotonic() < until:
                     time.sleep(0.05)
-                if signals.all:
+                if signals:
                     break
-            if signals.all or preempted:
+            if signals or preempted:
                 _print(reason)
-            elif not failure.last_lines:
+            elif not last_lines:
                 _print(f"{reason} It wrote nothing.")
             else:
-                _print(f"{reason} Its last output:", failure.last_lines)
+                _print(f"{reason} Its last output:", last_lines)
             # After SIGINT, workers may end in different ways.
-            if signal.SIGINT in signals.all:
+            if signal.SIGINT in signals:
                 return 128 + signal.SIGINT
-            return failure.status if failure.status > 0 else 128 - failure.status
+            return status if status > 0 else 128 - status
 
 
 def _print(text: str, lines: Sequence[bytes] = ()) -> None:
@@ -100,32 +124,35 @@ def _print(text: str, lines: Sequence[bytes] = ()) -> None:
     sys.stderr.buffer.flush()
 
 
-class _Failure(NamedTuple):
-    """End of the worker that failed first; `status` may be minus a signal."""
-
-    name: str
-    status: int
-    last_lines: list[bytes]
-
-
 class _WorkerTeam:
     """Workers of one attempt, which start together and end together."""
 
-    def __init__(self, launcher: Launcher, signals: ReceivedSignals) -> None:
+    def __init__(self, launcher: Launcher, signals: list[int]) -> None:
         self._launcher, self._signals = launcher, signals
         self._workers: list[WorkerProcess] = []
-        self._last_lines: list[LastLines] = []
+        # The last lines that each worker wrote, to either of its streams.
+        self._last_lines: list[collections.deque[bytes]] = []
         self._selector = selectors.DefaultSelector()
         self._num_forwarded = 0
         self._guard = Guard()
-        self._end_at: float | None = None
-        self._watch = ProcessWatch(self._workers)
 
-    def run(self) -> _Failure | None:
-        """Run the workers to their end; return the first failure, if one failed."""
+    def run(self) -> tuple[WorkerProcess, list[bytes]] | None:
+        """Run the workers to their end; return the first that failed, and its lines."""
         try:
             self._start()
-            self._watch.until_all_ended(self._meanwhile, self._on_failure)
+            self._watch = ProcessWatch(self._workers)
+            end_at = math.inf
+            while self._watch.running:
+                self._forward_output()
+                self._forward_signals()
+                if (status := self._watch.poll()) is not None:
+                    # The worker that caused it is about to report why; preempted ones
+                    # end together.
+                    is_effect = status in (EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED)
+                    end_at = time.monotonic() + (_CAUSE_SECONDS if is_effect else 0)
+                if time.monotonic() >= end_at:
+                    end_at = math.inf
+                    self._end_workers(signal.SIGTERM)
             until = time.monotonic() + _DRAIN_SECONDS
             while self._selector.get_map() and time.monotonic() < until:
                 self._forward_output()
@@ -136,7 +163,7 @@ class _WorkerTeam:
                 worker.signal(signal.SIGKILL)
             for worker in self._workers:
                 worker.wait()
-                self._guard.remove(worker.pid)
+                self._guard.send("-", worker.pid)
                 worker.stdout.close()
                 worker.stderr.close()
             self._guard.close()
@@ -144,9 +171,8 @@ class _WorkerTeam:
         failed = self._watch.failed
         if failed is None:
             return None
-        worker = self._workers[failed]
         # Its traceback may have arrived after its end was noticed.
-        return _Failure(worker.name, worker.wait(), self._last_lines[failed].reason())
+        return self._workers[failed], failure_lines(self._last_lines[failed])
 
     def _start(self) -> None:
         count = self._launcher.workers
@@ -161,9 +187,9 @@ class _WorkerTeam:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
-            self._guard.add(worker.pid)
+            self._guard.send("+", worker.pid)
             self._workers.append(worker)
-            last_lines = LastLines()
+            last_lines = collections.deque[bytes](maxlen=_MAX_LAST_LINES)
             self._last_lines.append(last_lines)
             for source, target in (
                 (worker.stdout.fileno(), sys.stdout.buffer),
@@ -172,21 +198,8 @@ class _WorkerTeam:
                 stream = PrefixedStream(source, target, worker.name, rank, last_lines)
                 self._selector.register(source, selectors.EVENT_READ, stream)
 
-    def _on_failure(self, status: int) -> None:
-        if status in (EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED):
-            # The worker that caused it is about to report why; preempted workers end
-            # together.
-            self._end_at = time.monotonic() + _CAUSE_SECONDS
-        else:
-            self._end_at = None
-            self._end_workers(signal.SIGTERM)
-
-    def _meanwhile(self) -> None:
-        self._forward_output()
-        if self._end_at is not None and time.monotonic() > self._end_at:
-            self._end_at = None
-            self._end_workers(signal.SIGTERM)
-        for number in self._signals.all[self._num_forwarded :]:
+    def _forward_signals(self) -> None:
+        for number in self._signals[self._num_forwarded :]:
             # A second signal means that the user does not want to wait.
             self._end_workers(number if not self._num_forwarded else signal.SIGKILL)
             self._num_forwarded += 1
@@ -203,19 +216,13 @@ class _WorkerTeam:
                 self._selector.unregister(key.fileobj)
 
 
-class LastLines(collections.deque[bytes]):
-    """Last lines that a worker wrote, to either of its streams."""
-
-    def __init__(self) -> None:
-        super().__init__(maxlen=_MAX_LAST_LINES)
-
-    def reason(self) -> list[bytes]:
-        """Return the lines from the first traceback on, or else the last few."""
-        lines = list(self)
-        for number, line in enumerate(lines):
-            if line.startswith(b"Traceback (most recent call last)"):
-                return lines[number:]
-        return lines[-_LAST_LINES_WITHOUT_TRACEBACK:]
+def failure_lines(last_lines: Iterable[bytes]) -> list[bytes]:
+    """Return the lines from the first traceback on, or else the last few."""
+    lines = list(last_lines)
+    for number, line in enumerate(lines):
+        if line.startswith(b"Traceback (most recent call last)"):
+            return lines[number:]
+    return lines[-_LAST_LINES_WITHOUT_TRACEBACK:]
 
 
 class PrefixedStream:
@@ -227,7 +234,7 @@ class PrefixedStream:
         target: BinaryIO,
         name: str,
         number: int,
-        last_lines: LastLines,
+        last_lines: collections.deque[bytes],
     ) -> None:
         self._source, self._target = source, target
         self._prefix = f"{name} | ".encode()

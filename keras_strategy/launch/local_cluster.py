@@ -1,6 +1,5 @@
 """Addresses and environment variables of a cluster of local workers."""
 
-import atexit
 import collections
 import contextlib
 import dataclasses
@@ -21,7 +20,7 @@ from keras_strategy.cluster.rendezvous import (
 _LOWEST_PORT = 10_000
 _EPHEMERAL_PORTS = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range")
 # As the C library, Python, torch's store and gRPC write it.
-_PORT_IN_USE = re.compile(
+PORT_IN_USE = re.compile(
     r"address already in use|EADDRINUSE|ADDRESS_IN_USE", re.IGNORECASE
 )
 # Not the generator that a program seeds: two programs with one seed would collide.
@@ -29,21 +28,37 @@ _random = random.SystemRandom()
 # The process that looks for ports does not open them: the workers that it starts do,
 # after they have imported a backend. Until then other programs would find the same
 # ports. So each port found is reserved by a name, which only one process can bind. The
-# latest reservations last as long as this process.
+# latest reservations, by their sockets' descriptors, last as long as this process.
 _MAX_RESERVATIONS = 200
-_reservations: collections.deque[socket.socket] = collections.deque()
+_reservations: collections.deque[int] = collections.deque()
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalCluster:
-    """Addresses of workers on this machine, by rank, and their shared secret."""
+    """Addresses of workers on this machine, and their shared secret.
+
+    Attributes:
+        ports: The port of each worker, by rank.
+        rendezvous_port: The port of worker 0's coordinator.
+        chief: If True, the first worker is the task "chief".
+        devices_per_worker: The logical CPU devices of each worker; None keeps the
+            backend's own.
+        secret: The secret by which the workers recognise each other.
+
+    Example:
+
+    ```python
+    from keras_strategy.launch.local_cluster import LocalCluster
+
+    cluster = LocalCluster((12345, 12346), 12347)
+    assert "127.0.0.1:12346" in cluster.variables(0)["TF_CONFIG"]
+    assert cluster.name(1) == "worker 1"
+    ```
+    """
 
     ports: tuple[int, ...]
-    # The port of worker 0's coordinator.
     rendezvous_port: int
-    # True if the first worker is the task "chief".
     chief: bool = False
-    # Logical CPU devices; None keeps the backend's own.
     devices_per_worker: int | None = None
     secret: str = dataclasses.field(
         default_factory=lambda: secrets.token_hex(32), repr=False
@@ -58,18 +73,15 @@ class LocalCluster:
         return cls(tuple(ports), rendezvous_port, chief, devices_per_worker)
 
     def task(self, rank: int) -> tuple[str, int]:
-        """Return the task type and index of a rank."""
         if self.chief:
             return ("chief", 0) if rank == 0 else ("worker", rank - 1)
         return "worker", rank
 
     def name(self, rank: int) -> str:
-        """Return the name of a rank in messages."""
         task_type, index = self.task(rank)
         return f"{task_type} {index}"
 
     def variables(self, rank: int) -> dict[str, str]:
-        """Return the environment variables of a rank."""
         cluster: dict[str, list[str]] = {}
         for other, port in enumerate(self.ports):
             cluster.setdefault(self.task(other)[0], []).append(f"127.0.0.1:{port}")
@@ -98,9 +110,12 @@ def shared_variables() -> dict[str, str]:
 
 
 def thread_limits(workers: int) -> dict[str, str]:
-    """Return the environment variables that share the machine's cores among workers."""
-    # Torch's and NumPy's threads spin while they wait for work: with one per core in
-    # each worker, the workers would slow each other down a hundredfold.
+    """Return the environment variables that share this machine's cores among workers.
+
+    Torch's and NumPy's threads spin while they wait for work. If each worker had one
+    per core, the workers would slow each other down a hundredfold. A single worker
+    keeps its defaults.
+    """
     if workers == 1:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))}
@@ -114,44 +129,41 @@ def available_cores() -> int:
 
 
 def free_ports(count: int, among: range | None = None) -> list[int]:
-    """Find free ports, which on Linux other callers of this function do not find."""
-    # The system assigns higher ports to connections, so only a server can take one of
-    # these before it is used.
+    """Find free ports.
+
+    They are below the range from which the system assigns ports to connections, so only
+    a server can take one before it is used. On Linux other programs that call this do
+    not find them either, while this process lives and has not found many more.
+
+    Example:
+
+    ```python
+    from keras_strategy.launch.local_cluster import free_ports
+
+    assert len(set(free_ports(3))) == 3
+    ```
+    """
     candidates = among or range(_LOWEST_PORT, _first_ephemeral_port())
     ports: list[int] = []
-    # All stay open until the last is found, so that none is found twice.
-    with contextlib.ExitStack() as probes:
-        for port in _random.sample(candidates, len(candidates)):
-            if len(ports) == count:
-                break
-            probe = probes.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                # On every interface: a server on any of them would be in the way.
-                probe.bind(("", port))
-                # It hides the port from other callers.
-                reservation = reserve_name(f"port {port}")
-                if reservation is not None:
-                    _reservations.append(reservation)
-                if len(_reservations) > _MAX_RESERVATIONS:
-                    _reservations.popleft().close()
-                ports.append(port)
+    for port in _random.sample(candidates, len(candidates)):
+        if len(ports) == count:
+            break
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            # On every interface: a server on any of them would be in the way.
+            probe.bind(("", port))
+            # It hides the port from other callers.
+            reservation = reserve_name(f"port {port}")
+            if reservation is not None:
+                _reservations.append(reservation.detach())
+            if len(_reservations) > _MAX_RESERVATIONS:
+                os.close(_reservations.popleft())
+            ports.append(port)
     if len(ports) < count:
         raise OSError(
             f"Expected {count} free ports between {candidates.start} and "
             f"{candidates.stop - 1}. Found: {len(ports)}"
         )
     return ports
-
-
-def reports_port_in_use(output: str) -> bool:
-    """Return True if a program's output reports that a port is in use."""
-    return _PORT_IN_USE.search(output) is not None
-
-
-@atexit.register
-def _release_reservations() -> None:
-    while _reservations:
-        _reservations.pop().close()
 
 
 def _first_ephemeral_port() -> int:

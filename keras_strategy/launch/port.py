@@ -13,7 +13,7 @@ import warnings
 from typing import NamedTuple
 
 import keras_strategy
-from keras_strategy.core.unsupported_names import REASONS
+from keras_strategy.core.registry import REASONS
 
 _ALIAS = "ks"
 # Functions of TensorFlow outside of tf.distribute that belong to it.
@@ -66,7 +66,9 @@ def main(options: argparse.Namespace) -> int:
         message = f"{options.file!r} cannot be read as a Python program: {error}"
         print(message, file=sys.stderr)
         return 1
-    print(diff(source, ported, options.file), end="")
+    texts = source.splitlines(keepends=True), ported.text.splitlines(keepends=True)
+    for line in difflib.unified_diff(*texts, options.file, f"{options.file} (ported)"):
+        print(line, end="" if line.endswith("\n") else "\n")
     if ported.text == source:
         print("No name of tf.distribute changes.", file=sys.stderr)
     for note in ported.notes:
@@ -77,16 +79,6 @@ def main(options: argparse.Namespace) -> int:
 def port(source: str) -> Ported:
     """Replace tf.distribute's names in a program, or raise SyntaxError."""
     return _Program(source).ported()
-
-
-def diff(source: str, ported: Ported, name: str) -> str:
-    lines = difflib.unified_diff(
-        source.splitlines(keepends=True),
-        ported.text.splitlines(keepends=True),
-        name,
-        f"{name} (ported)",
-    )
-    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)
 
 
 def look_up_name(path: list[str]) -> tuple[bool, str]:
@@ -131,21 +123,16 @@ class _Program(ast.NodeVisitor):
         # Uses of TensorFlow that remain.
         self._num_uses = 0
         # The name under which the program imports this package already.
-        imported_as = None
-        used = set()
+        self._imported_as = ""
         for node in ast.walk(tree):
-            if isinstance(node, ast.Name):
-                used.add(node.id)
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
                 self._translate_import_from(node)
             elif isinstance(node, ast.Import):
                 for alias in node.names:
-                    if alias.name == keras_strategy.__name__ and imported_as is None:
-                        imported_as = alias.asname or alias.name
                     self._record_import(node, alias)
-        self._is_imported = imported_as is not None
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         default = _ALIAS if _ALIAS not in used else keras_strategy.__name__
-        self._package_name = imported_as or default
+        self._package_name = self._imported_as or default
         self.visit(tree)
 
     def _record_import(self, node: ast.Import, alias: ast.alias) -> None:
@@ -155,6 +142,8 @@ class _Program(ast.NodeVisitor):
             bound = alias.asname or parts[0]
             self._bindings[bound] = _without_v2(parts[1:]) if alias.asname else []
             self._tf_imports.append(node)
+        elif alias.name == keras_strategy.__name__ and not self._imported_as:
+            self._imported_as = alias.asname or alias.name
 
     def _translate_import_from(self, node: ast.ImportFrom) -> None:
         package, *inside = (node.module or "").split(".")
@@ -236,7 +225,7 @@ class _Program(ast.NodeVisitor):
 
     def _package_imports(self) -> list[tuple[int, int, str]]:
         """Return imports of this package: in place of TensorFlow's, or after it."""
-        if self._is_imported or not self._tf_imports:
+        if self._imported_as or not self._tf_imports:
             return []
         statement = f"import {keras_strategy.__name__}"
         if self._package_name != keras_strategy.__name__:

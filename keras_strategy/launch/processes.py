@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED
 
-_FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STARTER = pathlib.Path(__file__).with_name("starter.py")
 # A Python program without site packages.
 _START = [sys.executable, "-I", "-S", str(_STARTER)]
@@ -23,27 +21,24 @@ _START = [sys.executable, "-I", "-S", str(_STARTER)]
 class Process(abc.ABC):
     """Process in its own group, with a name for messages, however it was started."""
 
+    # The id of the process, and of its group.
+    pid: int
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.seconds: float | None = None
         self._started = time.monotonic()
         self._status: int | None = None
 
-    @property
-    @abc.abstractmethod
-    def pid(self) -> int:
-        """The id of the process, and of its group."""
-
     @abc.abstractmethod
     def _ended(self) -> int | None:
         """Return the exit status once the process has ended and its group is killed."""
 
-    @abc.abstractmethod
-    def _signal_group(self, number: int) -> None:
-        """Send a signal to the group of a process that was not seen to end."""
-
     def poll(self) -> int | None:
-        """Return the exit status, or minus the signal; None while the process runs."""
+        """Return the exit status, or minus the signal; None while the process runs.
+
+        Processes that it has left in its group are killed.
+        """
         if self._status is None:
             self._status = self._ended()
             if self._status is not None:
@@ -61,6 +56,10 @@ class Process(abc.ABC):
         if self.poll() is None:
             self._signal_group(number)
 
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
     def kill(self) -> int:
         """Kill the process and its children and return the exit status."""
         self.signal(signal.SIGKILL)
@@ -68,10 +67,24 @@ class Process(abc.ABC):
 
 
 class WorkerProcess(Process):
-    """Process that runs a command and dies with the process that started it."""
+    """Process that runs a command and dies with the process that started it.
 
-    # On Linux the kernel kills it when the *thread* that started it ends: start workers
-    # from a thread that outlives them, such as the main one.
+    On Linux the kernel kills it when the *thread* that started it ends: start workers
+    from a thread that outlives them, such as the main one.
+
+    Example:
+
+    ```python
+    import os
+    import sys
+
+    from keras_strategy.launch.processes import WorkerProcess
+
+    worker = WorkerProcess("worker 0", [sys.executable, "-c", "exit(3)"], os.environ)
+    assert worker.wait() == 3
+    ```
+    """
+
     def __init__(
         self,
         name: str,
@@ -90,21 +103,10 @@ class WorkerProcess(Process):
             stderr=stderr,
             process_group=0,
         )
-
-    @property
-    def pid(self) -> int:
-        """The id of the process, and of its group."""
-        return self._popen.pid
-
-    @property
-    def stdout(self) -> Any:
-        """The reading end, if `stdout` was `subprocess.PIPE`."""
-        return self._popen.stdout
-
-    @property
-    def stderr(self) -> Any:
-        """The reading end, if `stderr` was `subprocess.PIPE`."""
-        return self._popen.stderr
+        self.pid = self._popen.pid
+        # The reading ends of `subprocess.PIPE`.
+        self.stdout: Any = self._popen.stdout
+        self.stderr: Any = self._popen.stderr
 
     def _ended(self) -> int | None:
         if hasattr(os, "waitid"):
@@ -119,10 +121,6 @@ class WorkerProcess(Process):
         self._signal_group(signal.SIGKILL)
         return self._popen.wait()
 
-    def _signal_group(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
-
 
 class Guard:
     """Process that kills process groups when this process is killed: see `starter`."""
@@ -136,59 +134,43 @@ class Guard:
             start_new_session=True,
             text=True,
         )
-        assert self._popen.stdin is not None
-        self._stdin = self._popen.stdin
 
-    def add(self, group: int) -> None:
-        """Have the guard kill a group."""
-        self._send(f"+{group}")
-
-    def remove(self, group: int) -> None:
-        """Have the guard spare a group, whose id may be reused."""
-        self._send(f"-{group}")
+    def send(self, sign: str, group: int) -> None:
+        """Add a group ("+"), or remove one whose id may be reused ("-")."""
+        # The guard itself may have been killed.
+        with contextlib.suppress(OSError):
+            print(f"{sign}{group}", file=self._popen.stdin, flush=True)
 
     def close(self) -> None:
         """End the guard and the remaining groups."""
-        with contextlib.suppress(OSError):
-            self._stdin.close()
-        self._popen.wait()
-
-    def _send(self, line: str) -> None:
-        # The guard itself may have been killed.
-        with contextlib.suppress(OSError):
-            print(line, file=self._stdin, flush=True)
+        self._popen.communicate()
 
 
 class ProcessWatch:
     """Watch over processes, which kills those that take too long to end."""
 
     def __init__(self, processes: Sequence[Process]) -> None:
-        self.running: set[int] = set()
+        self.running = set(range(len(processes)))
         # The rank of the first failure; one that another failure caused counts only if
         # no other did.
         self.failed: int | None = None
         self._processes = processes
         self._kill_at: float | None = None
 
-    def until_all_ended(
-        self, meanwhile: Callable[[], None], on_failure: Callable[[int], None]
-    ) -> None:
-        """Call `meanwhile`, which waits, until all processes have ended."""
-        self.running = set(range(len(self._processes)))
-        while self.running:
-            meanwhile()
-            for rank in sorted(self.running):
-                status = self._processes[rank].poll()
-                if status is None:
-                    continue
-                self.running.discard(rank)
-                # The process that caused the first failure may end after it.
-                if status != 0 and (self.failed is None or self._is_cause(status)):
-                    self.failed = rank
-                    on_failure(status)
-            if self._kill_at is not None and time.monotonic() >= self._kill_at:
-                for rank in self.running:
-                    self._processes[rank].kill()
+    def poll(self) -> int | None:
+        """Return the status of a new failure: the first, or one that caused it."""
+        failure = None
+        for rank in sorted(self.running):
+            status = self._processes[rank].poll()
+            if status is None:
+                continue
+            self.running.discard(rank)
+            if status != 0 and (self.failed is None or self._is_cause(status)):
+                self.failed, failure = rank, status
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            for rank in self.running:
+                self._processes[rank].kill()
+        return failure
 
     def _is_cause(self, status: int) -> bool:
         """Return True if a process failed by itself, and the first failure did not."""
@@ -203,27 +185,34 @@ class ProcessWatch:
         self._kill_at = min(self._kill_at or kill_at, kill_at)
 
 
-class ReceivedSignals:
-    """Context manager of the main thread that records signals, and survives them."""
+@contextlib.contextmanager
+def record_signals() -> Iterator[list[int]]:
+    """Context manager of a list that records signals, instead of dying of them."""
+    received: list[int] = []
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    # One that is ignored (by nohup) stays ignored.
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    previous = {n: signal.signal(n, lambda n, _: received.append(n)) for n in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
-    def __init__(self) -> None:
-        self.all: list[int] = []
-        self._previous: dict[int, object] = {}
 
-    def __enter__(self) -> "ReceivedSignals":
-        for number in _FORWARDED_SIGNALS:
-            # Ignored by nohup.
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            self._previous[number] = signal.signal(number, self._record)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # pyright: ignore
-
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        self.all.append(number)
+def run_python(arguments: Sequence[str], **options: Any) -> tuple[str, int]:
+    """Run Python to its end; return its output to both streams, and its exit status."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        **options,
+    )
+    return done.stdout, done.returncode
 
 
 def exit_text(status: int | None) -> str:

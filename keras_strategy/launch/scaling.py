@@ -14,7 +14,6 @@ import importlib.util
 import os
 import re
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from keras_strategy.launch import local_cluster
+from keras_strategy.launch.processes import run_python
 
 # "29/29 - 0s - 5ms/step - ...", or "29/29 ━━━ 0s 346us/step - ...".
 _EPOCH = re.compile(r"(\d+)/\1\b.*?\b([\d.]+)(s|ms|us)/(?:step|epoch)")
@@ -44,15 +44,11 @@ class Measured:
     # The steps of an epoch.
     steps: int
 
-    @property
-    def epoch_seconds(self) -> float:
-        """The time of an epoch, which has the same rows on any number of workers."""
-        return self.steps * self.step_seconds
-
     def efficiency(self, one: "Measured") -> float:
         """Return the rows per second and worker, relative to the fewest workers."""
-        speedup = one.epoch_seconds / self.epoch_seconds
-        return speedup * one.workers / self.workers
+        # An epoch has the same rows on any number of workers.
+        alone, epoch = one.steps * one.step_seconds, self.steps * self.step_seconds
+        return alone / epoch * one.workers / self.workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,20 +141,14 @@ def measure(
     if devices_per_worker is not None:
         devices = ["--devices-per-worker", str(devices_per_worker)]
     for number in workers:
-        run = [sys.executable, "-m", "keras_strategy", "run", "--workers", str(number)]
-        done = subprocess.run(
-            [*run, *devices, *command],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
+        run = ["-m", "keras_strategy", "run", "--workers", str(number)]
+        output, status = run_python([*run, *devices, *command])
+        if status:
             raise NoEpochsError(
-                f"With {number} workers the program ended with {done.returncode}:\n"
-                f"{done.stderr[-2000:]}"
+                f"With {number} workers the program ended with {status}:\n"
+                f"{output[-2000:]}"
             )
-        chief = re.findall("^worker 0 .*", done.stdout, re.MULTILINE)
+        chief = re.findall("^worker 0 .*", output, re.MULTILINE)
         yield Measured(number, *parse_step_time("\n".join(chief)))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,7 @@ import keras
 from keras import tree
 
 from keras_strategy.core import context
-from keras_strategy.core.registry import get_engine
-from keras_strategy.core.unsupported_names import UnsupportedName
+from keras_strategy.core.registry import UnsupportedName, get_engine
 from keras_strategy.data import splitting
 from keras_strategy.data.distributed_dataset import DistributedDataset
 from keras_strategy.devices import LogicalDevices
@@ -24,8 +24,8 @@ from keras_strategy.options import (
 )
 from keras_strategy.strategies.inspect import Reports
 from keras_strategy.training import ownership, saving
-from keras_strategy.training.foreign_calls import check_function
-from keras_strategy.training.reduction import check_same_dtype
+from keras_strategy.training.reduction import check_gatherable
+from keras_strategy.training.train_step import check_function
 from keras_strategy.values import (
     DistributedValues,
     PerReplica,
@@ -228,9 +228,9 @@ class Strategy(Reports):
         seen = id(getattr(fn, "__code__", None)) in self._seen_code
         run = self._extended.group.run if seen else self._run_first
         result = run(fn, tuple(args), dict(kwargs or {}), options, self.scope)
-        if consistency.check_each_batch:
-            with self.scope():
-                consistency.check_mirrored_variables(self, "strategy.run")
+        runs = self._extended.runs = self._extended.runs + 1
+        if not seen or runs & (runs - 1) == 0 or consistency.check_each_batch:
+            consistency.check_after_run(self)
         return result
 
     def _run_first(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -332,7 +332,7 @@ class Strategy(Reports):
             if not isinstance(x, DistributedValues):
                 return x
             ownership.check_component_count(self._extended.topology, "gather", x)
-            _check_gatherable(x, axis)
+            check_gatherable(x.values, axis)
             return self._extended.group.gather(x.values, axis)
 
         with self.scope():
@@ -565,6 +565,12 @@ class Strategy(Reports):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices={list(self._extended.worker_devices)})"
 
+    def __reduce__(self):
+        # A strategy keeps each of its arguments in an attribute of that name.
+        names = inspect.signature(type(self)).parameters
+        arguments = {name: getattr(self, f"_{name}") for name in names}
+        return functools.partial(type(self), **arguments), ()
+
     def __deepcopy__(self, memo: dict) -> "Strategy":
         return self  # a copy would use the same devices
 
@@ -575,26 +581,4 @@ def warn_deprecated(old: str, new: str, stacklevel: int = 3) -> None:
         f"tf.distribute deprecates `{old}`. Use `{new}`.",
         DeprecationWarning,
         stacklevel=stacklevel,
-    )
-
-
-def _check_gatherable(value: DistributedValues, axis: int) -> None:
-    """Raise ValueError unless the components can be joined along `axis`."""
-    others = [type(x).__name__ for x in value.values if not hasattr(x, "shape")]
-    if others:
-        raise ValueError(
-            f"`gather` joins tensors and arrays. Received: values of types {others}"
-        )
-    shapes = [tuple(keras.ops.shape(component)) for component in value.values]
-    ranks = {len(shape) for shape in shapes}
-    rank = min(ranks)
-    if len(ranks) == 1 and -rank <= axis < rank:
-        others = {shape[: axis % rank] + shape[axis % rank + 1 :] for shape in shapes}
-        if len(others) == 1:
-            check_same_dtype(value.values)
-            return
-    raise ValueError(
-        "`gather` joins values of rank 1 or more with equal dimensions other than "
-        f"`axis`. Received: axis={axis!r}, and values of shapes {shapes} in replica "
-        "order."
     )

@@ -15,10 +15,10 @@ from keras_strategy.core.protocols import ReplicaGroup
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.variable_components import VariableComponent
 from keras_strategy.devices import ReplicaTopology, resolve_devices
-from keras_strategy.keras_patches import installation
+from keras_strategy.keras_patches import patch
 from keras_strategy.options import check_call, check_communication_options
 from keras_strategy.training import ownership
-from keras_strategy.training.cross_device_ops import CustomReducer
+from keras_strategy.training.cross_device_ops import CustomReducer, check_pairs
 from keras_strategy.training.variable_sync import is_sync_on_read
 from keras_strategy.values import (
     DistributedValues,
@@ -49,6 +49,9 @@ class StrategyExtended:
         cluster: The workers, each with as many devices; None for a single process.
     """
 
+    runs = 0  # calls of `run`
+    has_warned_drift = False
+
     def __init__(
         self,
         container_strategy: "Strategy",
@@ -62,8 +65,7 @@ class StrategyExtended:
         local = self.topology.devices
         logical = container_strategy.logical_devices
         is_single = self.num_replicas == 1 and logical is None
-        installation.install_for(1 if is_single else max(2, self.num_replicas))
-        self.runs = 0  # calls of `run`
+        patch.install_for(1 if is_single else max(2, self.num_replicas))
         # By id, since variables have no `==`.
         self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
             weakref.WeakValueDictionary()
@@ -143,7 +145,8 @@ class StrategyExtended:
         ```
         """
         check_variable("v", v)
-        return ownership.strategy_of_variable(v) is self._strategy
+        owner = ownership.strategy_of_variable(v) or context.default_strategy()
+        return owner is self._strategy
 
     def reduce_to(
         self,
@@ -240,15 +243,9 @@ class StrategyExtended:
         ```
         """
         context.require_cross_replica(self._strategy, "batch_reduce_to")
-        pairs = list(value_destination_pairs)
-        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-            raise ValueError(
-                "Argument `value_destination_pairs` must be pairs of a value and its "
-                f"destinations. Received: value_destination_pairs={pairs!r}"
-            )
         return [
             self.reduce_to(reduce_op, value, destinations, options)
-            for value, destinations in pairs
+            for value, destinations in check_pairs(value_destination_pairs)
         ]
 
     def _destination_fn(self, destinations: Any) -> Callable[[Any], Any]:
@@ -492,5 +489,4 @@ def check_variable(argument: str, value: Any) -> None:
 
 
 def _may_differ(value: Any) -> bool:
-    """Return True if a value may differ between the replicas."""
     return isinstance(value, DistributedValues) and not isinstance(value, Mirrored)

@@ -190,22 +190,17 @@ def _placement_of_value(value: Any) -> Placement:
         )
     count = counts.pop() if counts else 1
     # A value does not record its strategy: assume the current one.
-    strategy = context.get_strategy() if context.has_strategy() else None
+    strategy = context.current_scope()
     if strategy is not None and _count_components(strategy) != count:
         strategy = None
-    parts = [
-        x.values if isinstance(x, DistributedValues) else [x] * count for x in leaves
+    local = [
+        [x.values[i] if isinstance(x, DistributedValues) else x for x in leaves]
+        for i in range(count)
     ]
     if len(leaves) == 1:
         title = type(leaves[0]).__name__
-        return _placement_of_components(title, strategy, parts[0])
-    cells = [
-        (
-            str(len(leaves)),
-            _in_units(sum(_bytes(components[i]) for components in parts)),
-        )
-        for i in range(count)
-    ]
+        return _placement_of_components(title, strategy, [leaf for (leaf,) in local])
+    cells = [(str(len(leaves)), _in_units(sum(map(_bytes, x)))) for x in local]
     return _by_replica(f"{len(leaves)} values", ("values", "bytes"), strategy, cells)
 
 

@@ -1,18 +1,16 @@
 """Strategy for the cores of a TPU, several of which may form one replica."""
 
-import functools
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import keras
 import numpy as np
 
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.cluster_resolver.cluster_spec import training_tasks
-from keras_strategy.core.protocols import LogicalGroup
 from keras_strategy.core.registry import get_engine
 from keras_strategy.devices import LogicalDevices
 from keras_strategy.errors import UnsupportedBackendError
@@ -23,7 +21,7 @@ from keras_strategy.options import (
 )
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended
-from keras_strategy.strategies.multi_worker import check_workers_agree, connect_workers
+from keras_strategy.strategies.mirrored import check_workers_agree, connect_workers
 from keras_strategy.topology import DeviceAssignment, Topology
 from keras_strategy.training.sharding import VariableLayouts
 
@@ -57,7 +55,9 @@ def find_tpu_system(resolver: Any) -> tuple[TPUSystem, Cluster | None]:
     if isinstance(simulated, TPUSystem):
         return simulated, workers
     places = get_engine().tpu_coordinates()
-    of_hosts = [places] if workers is None else workers.exchange("the TPU", places)
+    of_hosts: list[Any] = [places]
+    if workers is not None:
+        of_hosts = workers.exchange("the TPU", places)
     if not all(of_hosts):
         raise ValueError(
             "There is no TPU on this machine, for the Keras backend "
@@ -217,9 +217,10 @@ class TPUStrategy(Strategy):
             )
         self._batch_statistics = check_batch_statistics(batch_statistics)
         self._shard = check_shard(shard, get_engine())
-        self._resolver = tpu_cluster_resolver
-        self._assignment = experimental_device_assignment
-        self._spmd = bool(experimental_spmd_xla_partitioning)
+        self._tpu_cluster_resolver = tpu_cluster_resolver
+        self._experimental_device_assignment = experimental_device_assignment
+        self._experimental_spmd_xla_partitioning = experimental_spmd_xla_partitioning
+        self._devices_per_replica, self._layout_map = devices_per_replica, layout_map
         self._logged_assignment = False
         system, workers = find_tpu_system(tpu_cluster_resolver)
         devices = _devices(system, experimental_device_assignment, devices_per_replica)
@@ -240,7 +241,7 @@ class TPUStrategy(Strategy):
     @property
     def cluster_resolver(self) -> Any:
         """The resolver of the TPU, or None."""
-        return self._resolver
+        return self._tpu_cluster_resolver
 
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
@@ -338,7 +339,7 @@ class TPUStrategy(Strategy):
             ValueError: If the logical device does not exist; or always with
                 `experimental_spmd_xla_partitioning=True`.
         """
-        if self._spmd:
+        if self._experimental_spmd_xla_partitioning:
             raise ValueError(
                 "Cannot assign a tensor to a logical device in SPMD mode. Use "
                 "`experimental_split_to_logical_devices`, or leave "
@@ -361,23 +362,12 @@ class TPUStrategy(Strategy):
         return tensor
 
     def _split(self, tensor: Any, parts: Sequence[int]) -> Any:
-        return cast(LogicalGroup, self.extended.group).shard_tensor(tensor, parts)
+        group: Any = self.extended.group  # one of replicas with several devices
+        return group.shard_tensor(tensor, parts)
 
     def __repr__(self) -> str:
         devices = list(map(list, self._logical.devices))
         return f"{type(self).__name__}(devices={devices})"
-
-    def __reduce__(self):
-        layouts = self._logical.layouts
-        per_replica = self._logical.per_replica if self._assignment is None else None
-        make = functools.partial(
-            type(self),
-            devices_per_replica=per_replica,
-            layout_map=None if layouts is None else layouts.layout_map,
-            batch_statistics=self._batch_statistics,
-            shard=self._shard,
-        )
-        return make, (self._resolver, self._assignment, self._spmd)
 
 
 def _shape(tensor: Any, method: str) -> tuple[int, ...]:

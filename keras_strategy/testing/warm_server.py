@@ -2,10 +2,9 @@
 
 `WarmStarter` runs it by its path, with a socket as its stdin. Each message there
 requests one program and passes three descriptors: the program's stdout and stderr, and
-a socket that reports its process id, then its exit status, and receives signals for it.
-When the other end of that socket is closed, the program is killed.
+a socket that reports its process id, then its exit status.
 
-A program is a fork of this process. It returns from `_Server.serve` and runs where this
+A program is a fork of this process. It returns from `serve` and runs where this
 file ends, so that Python ends it like any program: with `sys.excepthook`, the functions
 of `atexit` and its exit status.
 """
@@ -19,17 +18,16 @@ import json
 import os
 import pathlib
 import runpy
-import selectors
+import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import types
 import warnings
 
 _STARTER = pathlib.Path(__file__).parents[1] / "launch" / "starter.py"
-_NUMBER = struct.Struct("i")
+_exit_with_parent = runpy.run_path(str(_STARTER))["exit_with_parent"]
 _MESSAGE_BYTES = 1 << 20
 # As often as the other end looks for the end of a program.
 _POLL_SECONDS = 0.01
@@ -91,89 +89,67 @@ def _fork() -> int:
         return os.fork()
 
 
-class _Server:
-    """Server that starts programs, passes on signals to them, and reports their end."""
+def serve() -> dict:
+    """Start programs and report their ends; return a request, in its program only."""
+    requests = socket.socket(fileno=os.dup(0))
+    # Programs have no input, and do not keep the socket open.
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    programs: dict[int, socket.socket] = {}
+    while True:
+        timeout = _POLL_SECONDS if programs else None
+        is_requested, _, _ = select.select([requests], [], [], timeout)
+        if is_requested and (program := _start(requests, programs)) is not None:
+            return program
+        _report_ends(programs)
 
-    def __init__(self) -> None:
-        self._die_with = runpy.run_path(str(_STARTER))["exit_with_parent"]
-        self._requests = socket.socket(fileno=os.dup(0))
-        self._programs: dict[int, socket.socket] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._requests, selectors.EVENT_READ)
 
-    def serve(self) -> dict:
-        """Serve until a request arrives; return it, in the new program only."""
-        while True:
-            timeout = _POLL_SECONDS if self._programs else None
-            for key, _ in self._selector.select(timeout):
-                if key.fileobj is not self._requests:
-                    self._pass_on_signal(key.data)
-                elif (program := self._start()) is not None:
-                    return program
-            self._report_ends()
-
-    def _start(self) -> dict | None:
-        message, descriptors, _, _ = socket.recv_fds(self._requests, _MESSAGE_BYTES, 3)
-        if not message:
-            # The starter has closed its end. The programs end with this process.
-            for pid in self._programs:
-                _signal_group(pid, signal.SIGKILL)
-            os._exit(0)
-        stdout, stderr, connection = descriptors
-        parent = os.getpid()
-        program = socket.socket(fileno=connection)
-        if not (pid := _fork()):
-            os.setpgid(0, 0)
-            self._die_with(parent)
-            self._selector.close()
-            for own_socket in (self._requests, program, *self._programs.values()):
-                own_socket.close()
-            for source, target in (stdout, 1), (stderr, 2):
-                os.dup2(source, target)
-                os.close(source)
-            return json.loads(message)
-        # Parent and child do this, since either may run first.
-        with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(pid, pid)
-        os.close(stdout)
-        os.close(stderr)
-        self._programs[pid] = program
-        self._selector.register(program, selectors.EVENT_READ, pid)
-        _send_number(program, pid)
-        return None
-
-    def _pass_on_signal(self, pid: int) -> None:
-        connection = self._programs[pid]
-        try:
-            message = connection.recv(_NUMBER.size)
-        except ConnectionError:
-            message = b""
-        if message:
-            _signal_group(pid, *_NUMBER.unpack(message))
-        else:
-            # The starter does not wait for it any more; its end is handled as usual.
-            self._selector.unregister(connection)
+def _start(requests: socket.socket, programs: dict[int, socket.socket]) -> dict | None:
+    message, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)
+    if not message:
+        # The starter has closed its end. The programs end with this process.
+        for pid in programs:
             _signal_group(pid, signal.SIGKILL)
+        os._exit(0)
+    stdout, stderr, connection = descriptors
+    parent = os.getpid()
+    program = socket.socket(fileno=connection)
+    if not (pid := _fork()):
+        os.setpgid(0, 0)
+        _exit_with_parent(parent)
+        for own_socket in (requests, program, *programs.values()):
+            own_socket.close()
+        for source, target in (stdout, 1), (stderr, 2):
+            os.dup2(source, target)
+            os.close(source)
+        return json.loads(message)
+    # Parent and child do this, since either may run first.
+    with contextlib.suppress(PermissionError, ProcessLookupError):
+        os.setpgid(pid, pid)
+    os.close(stdout)
+    os.close(stderr)
+    programs[pid] = program
+    _send_number(program, pid)
+    return None
 
-    def _report_ends(self) -> None:
-        # Leave the process a zombie until its group is killed, so that no other process
-        # can get its id, which is also the group's.
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        for pid in list(self._programs):
-            if os.waitid(os.P_PID, pid, options) is None:
-                continue
-            _signal_group(pid, signal.SIGKILL)
-            _, status = os.waitpid(pid, 0)
-            connection = self._programs.pop(pid)
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(connection)
-            _send_number(connection, os.waitstatus_to_exitcode(status))
-            connection.close()
+
+def _report_ends(programs: dict[int, socket.socket]) -> None:
+    # Leave the process a zombie until its end is known, so that no other process can
+    # get its id, which is also the group's.
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    for pid in list(programs):
+        if (end := os.waitid(os.P_PID, pid, options)) is None:
+            continue
+        _signal_group(pid, signal.SIGKILL)
+        is_exit = end.si_code == os.CLD_EXITED
+        with programs.pop(pid) as connection:
+            _send_number(connection, end.si_status if is_exit else -end.si_status)
+        os.waitpid(pid, 0)
 
 
 def _send_number(connection: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):
-        connection.send(_NUMBER.pack(number))
+        connection.send(b"%d" % number)
 
 
 def _signal_group(pid: int, number: int) -> None:
@@ -204,10 +180,6 @@ def prepare(program: dict) -> tuple[types.CodeType, dict]:
 
 if __name__ == "__main__":
     load(sys.argv[1:])
-    server = _Server()
-    # Programs have no input, and do not keep the socket open.
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    code, names = prepare(server.serve())
+    code, names = prepare(serve())
     # Outside any function, so that nothing catches its exceptions.
     exec(code, names)

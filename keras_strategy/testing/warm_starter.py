@@ -8,7 +8,6 @@ import os
 import pathlib
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -21,7 +20,7 @@ from keras_strategy.launch.processes import Process, WorkerProcess, exit_text
 
 _SERVER = str(pathlib.Path(__file__).with_name("warm_server.py"))
 _PACKAGE_ROOT = str(pathlib.Path(__file__).parents[2])
-_NUMBER = struct.Struct("i")
+_NUMBER_BYTES = 16
 
 # Prefixes of variables that Python, the C library or a backend may read at import. A
 # worker for which they differ from those of the warm server starts cold.
@@ -53,10 +52,9 @@ class WarmStarter(contextlib.AbstractContextManager["WarmStarter"]):
     Python and the backend read some environment variables only at import. A worker for
     which such a variable (`XLA_FLAGS`, `OMP_NUM_THREADS`, `KERAS_BACKEND`,
     `PYTHONPATH` and others) has changed since this object was made starts as a fresh
-    interpreter, as do all workers where there is no `os.fork`. Two differences remain:
-    all workers have the same `hash` of strings, and so the same order of a set of
-    them; and a worker has more modules imported than it needs, which are not cleared
-    when it ends. Keep a test of cold workers too.
+    interpreter. Two differences remain: all workers have the same `hash` of strings,
+    and so the same order of a set of them; and a worker has more modules imported than
+    it needs, which are not cleared when it ends. Keep a test of cold workers too.
 
     The process starts with this object. It ends with the thread that made it.
 
@@ -82,9 +80,7 @@ class WarmStarter(contextlib.AbstractContextManager["WarmStarter"]):
         self._cold = _cold_variables(self._environment)
         # Closed by `close`.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._requests: socket.socket | None = None
-        if not hasattr(os, "fork"):
-            return
+        self._requests: socket.socket | None
         self._requests, remote = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with remote:
             self._server = WorkerProcess(
@@ -137,7 +133,7 @@ class WarmStarter(contextlib.AbstractContextManager["WarmStarter"]):
                 message = json.dumps(program).encode()
                 passed = [stdout.fileno(), stderr.fileno(), remote.fileno()]
                 socket.send_fds(self._requests, [message], passed)
-            reply = connection.recv(_NUMBER.size)
+            reply = connection.recv(_NUMBER_BYTES)
         except ConnectionError:
             reply = b""
         if not reply:
@@ -147,7 +143,7 @@ class WarmStarter(contextlib.AbstractContextManager["WarmStarter"]):
             output = self._log.read().decode(errors="replace")
             message = f"{self._server.name} {exit_text(status)}. Its output:\n{output}"
             raise RuntimeError(message)
-        return _WarmProcess(name, _NUMBER.unpack(reply)[0], connection)
+        return _WarmProcess(name, int(reply), connection)
 
     def close(self) -> None:
         """End the warm server, and all workers that it has started."""
@@ -163,31 +159,19 @@ class _WarmProcess(Process):
 
     def __init__(self, name: str, pid: int, connection: socket.socket) -> None:
         super().__init__(name)
-        self._pid = pid
-        self._connection = connection
+        self.pid, self._connection = pid, connection
         connection.setblocking(False)
-
-    @property
-    def pid(self) -> int:
-        return self._pid
 
     def _ended(self) -> int | None:
         try:
-            reply = self._connection.recv(_NUMBER.size)
+            reply = self._connection.recv(_NUMBER_BYTES)
         except BlockingIOError:
             return None
         except ConnectionError:
             reply = b""
         self._connection.close()
         # It ends with the warm server.
-        return _NUMBER.unpack(reply)[0] if reply else -signal.SIGKILL
-
-    def _signal_group(self, number: int) -> None:
-        # An error means that the process has just ended.
-        try:
-            self._connection.send(_NUMBER.pack(number))
-        except ConnectionError:
-            return
+        return int(reply) if reply else -signal.SIGKILL
 
 
 def start_cold(

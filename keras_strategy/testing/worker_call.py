@@ -6,7 +6,6 @@ function that may not need it.
 
 import importlib
 import operator
-import os
 import pickle
 import sys
 
@@ -20,10 +19,8 @@ def main(call_file: str, result_file: str) -> None:
         module, qualname, args, kwargs = pickle.load(file)
     function = operator.attrgetter(qualname)(importlib.import_module(module))
     result = function(*args, **kwargs)
-    # Replace the file at once, so that no reader finds half a result.
-    with open(result_file + ".part", "wb") as file:
+    with open(result_file, "wb") as file:
         pickle.dump(result, file)
-    os.replace(result_file + ".part", result_file)
 
 
 if __name__ == "__main__":

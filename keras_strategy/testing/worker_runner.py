@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keras_strategy.launch.local_cluster import LocalCluster, reports_port_in_use
+from keras_strategy.launch.local_cluster import PORT_IN_USE, LocalCluster
 from keras_strategy.launch.processes import Process, ProcessWatch, exit_text
 from keras_strategy.testing.warm_starter import (
     WarmStarter,
@@ -183,7 +183,7 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
             ends = self._ends()
             if failed is None:
                 return [self._result(rank, ends) for rank in range(self._workers)]
-            taken = any(reports_port_in_use(end.output) for end in ends)
+            taken = any(PORT_IN_USE.search(end.output) for end in ends)
             if not taken or attempt == _PORT_ATTEMPTS - 1:
                 raise WorkerFailed(_failure(failed, ends), failed, ends)
         raise AssertionError("unreachable")
@@ -286,20 +286,12 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
     def _wait(self, stop_when_one_fails: bool) -> int | None:
         """Wait for all workers; return the first that failed, or None."""
         watch = ProcessWatch(self._processes)
-
-        def meanwhile() -> None:
+        while watch.running:
             time.sleep(0.01)
-            if time.monotonic() >= self._deadline:
-                processes = self._processes
-                running = [r for r in watch.running if processes[r].poll() is None]
-                if running:
-                    self._raise_timeout(running, watch.failed)
-
-        def on_failure(status: int) -> None:
-            if stop_when_one_fails:
+            if watch.poll() is not None and stop_when_one_fails:
                 watch.let_end(self._grace_seconds)
-
-        watch.until_all_ended(meanwhile, on_failure)
+            if watch.running and time.monotonic() >= self._deadline:
+                self._raise_timeout(sorted(watch.running), watch.failed)
         return watch.failed
 
     def _raise_timeout(self, running: list[int], failed: int | None) -> None:

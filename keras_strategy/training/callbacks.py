@@ -9,38 +9,17 @@ and stop training. The chief alone writes, and all workers start and stop togeth
 
 import math
 import os
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import keras
 
-from keras_strategy.cluster.membership import Cluster
 from keras_strategy.cluster.preemption import NextAction, Preemption
 from keras_strategy.options import TerminationConfig
 
 
 class LogFreeCallback(keras.callbacks.Callback):
     """Callback that does not use the logs of a batch, for which Keras waits."""
-
-
-class ResumableFit(Protocol):
-    """A `fit` with backups."""
-
-    @property
-    def batch(self) -> int: ...  # at which the next epoch begins
-
-    def begin(self) -> None: ...  # all callbacks have begun
-
-    def expect(self) -> None: ...  # the loop reads its batches next
-
-    def save(self, epoch: int, batch: int) -> None: ...  # at which training continues
-
-    def restore(self) -> None: ...
-
-    def clear(self) -> None: ...
-
-    # Return every worker's values; a collective call.
-    def agree(self, says: list[bool]) -> list[list[bool]]: ...
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -115,9 +94,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint
         self.save_before_preemption = save_before_preemption
-        self._training: ResumableFit | None = None
+        self._training: Any = None  # a `keras_patches.resume.ResumableFit`
 
-    def attach(self, training: ResumableFit | None) -> None:
+    def attach(self, training: Any) -> None:
         """Set the `fit` in which this callback is called.
 
         Args:
@@ -141,7 +120,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if self.delete_checkpoint and self._training is not None:
             self._training.clear()
 
-    def saver(self, training: ResumableFit) -> keras.callbacks.Callback:
+    def saver(self, training: Any) -> keras.callbacks.Callback:
         """Return the callback that saves, to run after all others.
 
         Args:
@@ -158,9 +137,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 class _SavesAfterEpochs(keras.callbacks.Callback):
-    """Saves at the end of each epoch, after all other callbacks."""
-
-    def __init__(self, training: ResumableFit):
+    def __init__(self, training: Any):
         super().__init__()
         self._training = training
         self._epoch = 0
@@ -187,7 +164,7 @@ class _SavesAfterEpochs(keras.callbacks.Callback):
 class _SavesAfterBatches(_SavesAfterEpochs, LogFreeCallback):
     """Saves every `save_freq` batches, also at the end of an epoch."""
 
-    def __init__(self, training: ResumableFit, save_freq: int | str):
+    def __init__(self, training: Any, save_freq: int | str):
         super().__init__(training)
         self._save_freq = save_freq if isinstance(save_freq, int) else math.inf
         self._due = False
@@ -216,11 +193,9 @@ class _SavesAfterBatches(_SavesAfterEpochs, LogFreeCallback):
 class _SavesBeforePreemption(_SavesAfterBatches):
     """Saves and exits all workers when one gets a termination notice."""
 
-    def __init__(
-        self, training: ResumableFit, save_freq: int | str, config: TerminationConfig
-    ):
+    def __init__(self, training: Any, save_freq: int | str, config: TerminationConfig):
         super().__init__(training, save_freq)
-        self._preemption = Preemption(config, training.agree)
+        self._preemption = Preemption(config, training.cluster)
         self._ends = False
         # Context manager in which a termination notice does not end the process.
         self.listening = self._preemption.notice.listening
@@ -259,7 +234,7 @@ class _SavesBeforePreemption(_SavesAfterBatches):
 
 
 # Callbacks that only write, so that the chief alone needs them.
-_CHIEF_ONLY = (
+CHIEF_ONLY_CALLBACKS = (
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
@@ -278,41 +253,25 @@ SYNCHRONIZED_CALLBACKS = (
     keras.callbacks.SwapEMAWeights,
 )
 # Callbacks that decide by logs, which are equal on all workers, or decide nothing.
-_DETERMINISTIC = (
-    *_CHIEF_ONLY,
+DETERMINISTIC_CALLBACKS = (
+    *CHIEF_ONLY_CALLBACKS,
     *SYNCHRONIZED_CALLBACKS,
     keras.callbacks.History,
     keras.callbacks.TerminateOnNaN,
 )
 
 
-def prepare_fit_arguments(
-    method: str,
-    arguments: dict[str, Any],
-    cluster: Cluster,
-    make_sync_callback: Callable[[list[Any], bool], keras.callbacks.Callback],
-) -> None:
-    """Adapt the arguments of `fit` and the like to this worker, in place.
-
-    `make_sync_callback` gets the callbacks that every worker must have, and True if
-    another one may decide by local data.
-    """
-    if not cluster.is_chief:
-        arguments["verbose"] = 0
+def given_callbacks(arguments: Mapping[str, Any]) -> list[Any]:
+    """Return the callbacks among the arguments of `fit` or the like."""
     given: Any = arguments.get("callbacks")
     is_container = isinstance(given, keras.callbacks.CallbackList)
-    if is_container and method != "fit":
-        return  # `fit` passes its list to `evaluate`
-    items = keras.tree.flatten((given.callbacks if is_container else given) or [])
-    may_differ = not all(type(c) in _DETERMINISTIC for c in items)
-    synchronized = [c for c in items if isinstance(c, SYNCHRONIZED_CALLBACKS)]
-    cluster.client.notes["callbacks"] = ", ".join(type(c).__name__ for c in items)
-    if not cluster.is_chief:
-        items = [c for c in items if not isinstance(c, _CHIEF_ONLY)]
-    if method == "fit":
-        items.append(make_sync_callback(synchronized, may_differ))
-    if is_container:
-        given.callbacks = items
+    return keras.tree.flatten((given.callbacks if is_container else given) or [])
+
+
+def replace_callbacks(arguments: dict[str, Any], callbacks: list[Any]) -> None:
+    given: Any = arguments.get("callbacks")
+    if isinstance(given, keras.callbacks.CallbackList):
+        given.callbacks = callbacks
         given.set_model(arguments["self"])
     else:
-        arguments["callbacks"] = items
+        arguments["callbacks"] = callbacks

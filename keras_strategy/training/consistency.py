@@ -110,10 +110,9 @@ def call_signature(arguments: Mapping[str, Any]) -> list[Item]:
 
 
 def _call_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    config = keras.config
-    names = [name for name in _KERAS_SETTINGS if hasattr(config, name)]
+    settings = {name: getattr(keras.config, name)() for name in _KERAS_SETTINGS}
     return {
-        **{f"keras.config.{name}": describe(getattr(config, name)()) for name in names},
+        **{f"keras.config.{name}": describe(x) for name, x in settings.items()},
         **{f"argument {name}": describe(arguments.get(name)) for name in _ARGUMENTS},
         **{f"argument {name}": _data(arguments.get(name)) for name in _DATA},
     }
@@ -193,33 +192,35 @@ def _data(data: Any) -> Any:
         return {str(key): _data(part) for key, part in data.items()}
     if data is None:
         return None
-    return _name(type(data)) if _shape(data) is None else _array(data)
+    if _shape(data) is not None:
+        return _array(data)
+    shape = getattr(data, "shape", ())  # of ragged rows, unknown in part
+    sizes = tuple(shape) if isinstance(shape, Iterable) else ()
+    return f"{_name(type(data))}{sizes or ''}"
 
 
 def _array(array: Any) -> str:
     # Without the type: tensors, arrays and tables are equivalent.
     rows = _some_rows(array)
-    dtype = rows[0].dtype if rows else getattr(array, "dtype", None)
+    dtype = getattr(array if rows is None else rows, "dtype", None)
     layout = f"an array {_shape(array)} of {dtype}"
-    return f"{layout}, whose rows are {_digest(rows)}" if rows else layout
+    return layout if rows is None else f"{layout}, whose rows are {_digest(rows)}"
 
 
-def rows_fingerprint(array: Any) -> str | None:
-    """Return a digest of rows that this worker can read alone, or None."""
-    return _digest(_some_rows(array)) or None
+def rows_digest(array: Any) -> str:
+    """Return a digest of rows; an empty one if this worker cannot read them alone."""
+    rows = _some_rows(array)
+    return "" if rows is None else _digest(rows)
 
 
-def _digest(parts: list[np.ndarray]) -> str:
-    digests = []
-    for rows in parts:
-        if rows.dtype.hasobject:
-            words = [
-                repr(value) if isinstance(value, _PLAIN) else _name(type(value))
-                for value in rows.reshape(-1).tolist()
-            ]
-            rows = np.frombuffer(repr(words).encode(), "uint8")
-        digests.append(array_digest(rows)[: 12 // len(parts)])
-    return "".join(digests)
+def _digest(rows: np.ndarray) -> str:
+    if rows.dtype.hasobject:
+        words = [
+            repr(value) if isinstance(value, _PLAIN) else _name(type(value))
+            for value in rows.reshape(-1).tolist()
+        ]
+        rows = np.frombuffer(repr(words).encode(), "uint8")
+    return array_digest(rows)[:12]
 
 
 def _shape(data: Any) -> tuple[int, ...] | None:
@@ -230,21 +231,21 @@ def _shape(data: Any) -> tuple[int, ...] | None:
     return tuple(map(int, sizes))
 
 
-def _some_rows(data: Any) -> list[np.ndarray]:
-    """Return all rows, or the first and a sample of a large array, as NumPy arrays."""
+def _some_rows(data: Any) -> np.ndarray | None:
+    """Return all rows, or the first and a sample of a large array."""
     shape = _shape(data)
     if not shape:
-        return []
+        return None
     itemsize = getattr(getattr(data, "dtype", None), "itemsize", 8)
     num_rows = max(1, _HEAD_BYTES // max(1, math.prod(shape[1:]) * itemsize))
     try:
         if shape[0] <= num_rows:
-            return [_to_numpy(data)]
+            return _to_numpy(data)
         rows = getattr(data, "iloc", data)
         step = -(-shape[0] // min(num_rows, _SAMPLED_ROWS))
-        return [_to_numpy(rows[:num_rows]), _to_numpy(rows[::step])]
+        return np.concatenate([*map(_to_numpy, (rows[:num_rows], rows[::step]))])
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
-        return []  # large and sparse, on another backend's device or of other workers
+        return None  # large and sparse, on another backend's device or of other workers
 
 
 def _to_numpy(rows: Any) -> np.ndarray:

@@ -52,6 +52,17 @@ def destination_devices(destinations: Any) -> list[str | None]:
 logger = logging.getLogger("keras_strategy")
 
 
+def check_pairs(value_destination_pairs: Any) -> list[Any]:
+    """Return pairs of a value and its destinations as a list."""
+    pairs = list(value_destination_pairs)
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise ValueError(
+            "Argument `value_destination_pairs` must be pairs of a value and its "
+            f"destinations. Received: value_destination_pairs={pairs!r}"
+        )
+    return pairs
+
+
 class CrossDeviceOps:
     """Reduction of gradients, `all_reduce` and `reduce` over a strategy's devices.
 
@@ -132,12 +143,7 @@ class CrossDeviceOps:
         """
         operation = ReduceOp.parse(reduce_op)
         options = check_communication_options(options)
-        pairs = list(value_destination_pairs)
-        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-            raise ValueError(
-                "Argument `value_destination_pairs` must be pairs of a value and its "
-                f"destinations. Received: value_destination_pairs={pairs!r}"
-            )
+        pairs = check_pairs(value_destination_pairs)
         for _, destinations in pairs:
             destination_devices(destinations)
         pairs = [(_per_replica(value), where) for value, where in pairs]
@@ -224,7 +230,8 @@ class CrossDeviceOps:
     @property
     def has_custom_reduce(self) -> bool:
         """True if sums may differ from the backend's own."""
-        return type(self) not in BUILTIN_OPS
+        is_builtin = type(self) in BUILTIN_OPS
+        return not is_builtin or getattr(self, "accumulation_fn", None) is not None
 
     def log_no_effect(self, where: str) -> None:
         """Log that a backend ignores this choice.
@@ -264,11 +271,6 @@ class _ReductionOnDevice(CrossDeviceOps):
         if reduce_op is ReduceOp.MEAN:
             total = total / len(values)
         return self.broadcast(total, destinations)
-
-    @property
-    def has_custom_reduce(self) -> bool:
-        """True if sums may differ from the backend's own."""
-        return self.accumulation_fn is not None or super().has_custom_reduce
 
 
 class ReductionToOneDevice(_ReductionOnDevice):
@@ -434,13 +436,19 @@ class CustomReducer:
         return total / context.get_strategy().num_replicas_in_sync
 
     def _sums(self, replica: Replica, tensors: Sequence[Any]) -> list[Any]:
-        def merge(_, *values):
+        def merge(_, operations, *values):
+            operations = getattr(operations, "values", (operations,))
+            if len(set(operations)) > 1:
+                raise RuntimeError(
+                    "All replicas must combine values of the same variables. Received, "
+                    f"by replica: {', '.join(operations)}."
+                )
             with context.merge_call_scope():
                 return self.combine(ReduceOp.SUM, [(value, value) for value in values])
 
         if not tensors:
             return []
-        totals: Any = replica.merge_call(merge, tuple(tensors), {})
+        totals: Any = replica.merge_call(merge, (replica.step.reduction, *tensors), {})
         # One copy per replica, as the caller may write in place.
         return [ops.copy(total) for total in totals]
 

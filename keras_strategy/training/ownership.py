@@ -43,7 +43,6 @@ def strategy_of_model(model: keras.Model) -> Any:
 
 
 def set_owner(variable: Any, strategy: Any) -> None:
-    """Register a variable with the strategy whose scope made it."""
     vars(variable)["_ks_strategy"] = strategy
     strategy.extended.variables[id(variable)] = variable
 
@@ -82,13 +81,30 @@ def cross_replica_value(strategy: Any, method: str, variable: Any) -> Any:
     return ops.stop_gradient(ops.copy(variable.value))
 
 
-def check_sync_on_read_owner(strategy: Any, variable: Any) -> None:
-    """Raise if a replica reads another strategy's on-read variable."""
+def _owner_on_other_devices(strategy: Any, variable: Any) -> Any:
     owner = strategy_of_variable(variable)
     if owner is None or owner is strategy:
-        return
+        return None
     topology, other = strategy.extended.topology, owner.extended.topology
-    if (topology.devices, topology.num_replicas) != (other.devices, other.num_replicas):
+    is_same = topology.devices == other.devices
+    return None if is_same and topology.num_replicas == other.num_replicas else owner
+
+
+def check_assigned_owner(strategy: Any, variable: Any) -> None:
+    """Raise if a replica assigns a variable of a strategy on other devices."""
+    owner = _owner_on_other_devices(strategy, variable)
+    if owner is not None:
+        raise ValueError(
+            f"The variable '{variable.path}' was created in the scope of {owner!r}, "
+            f"but a function that {strategy!r} runs assigned it. Create the variable "
+            "in the scope of the strategy whose replicas assign it."
+        )
+
+
+def check_sync_on_read_owner(strategy: Any, variable: Any) -> None:
+    """Raise if a replica reads another strategy's on-read variable."""
+    owner = _owner_on_other_devices(strategy, variable)
+    if owner is not None:
         raise ValueError(
             f"The variable '{variable.path}' has synchronization='on_read', so each "
             f"replica of {owner!r} has its own value, but a replica of {strategy!r} "
@@ -106,7 +122,7 @@ _implicit: ContextVar[tuple[tuple[Any, Any, int], ...]] = ContextVar(
 def enter_implicit_scope(strategy: Any) -> Iterator[None]:
     scope = strategy.scope()
     with scope:
-        entry = strategy, scope, context.scope_depth()
+        entry = strategy, scope, len(context.thread_state.scopes)
         token = _implicit.set((*_implicit.get(), entry))
         try:
             yield
@@ -122,7 +138,8 @@ def suspend_implicit_scope(strategy: Any) -> Iterator[None]:
         yield
         return
     current, scope, depth = entered[-1]
-    is_innermost = depth == context.scope_depth() and context.current_replica() is None
+    state = context.thread_state
+    is_innermost = depth == len(state.scopes) and state.replica is None
     if current is strategy or not is_innermost:
         yield
         return
@@ -139,10 +156,6 @@ def suspend_implicit_scope(strategy: Any) -> Iterator[None]:
 
 # Strategies and variables that wait for the chief's values.
 pending_values: list[tuple[Any, Any]] = []
-
-
-def register_initial_value(strategy: Any, variable: Any) -> None:
-    pending_values.append((strategy, variable))
 
 
 @contextlib.contextmanager

@@ -17,14 +17,14 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import keras
 from keras import ops
 
 from keras_strategy.core.context import DryRun
-from keras_strategy.core.step_recorder import is_recording
-from keras_strategy.core.step_state import RowRange
+from keras_strategy.core.step_state import RowRange, is_recording
 from keras_strategy.training.reduction import may_be_same
 
 logger = logging.getLogger("keras_strategy")
@@ -42,14 +42,8 @@ class EndOfDryRun(Exception):
     """End of a dry run, before a side effect that cannot be discarded."""
 
 
-@dataclass
-class RandomSettings:
-    """Settings from `keras_strategy.config`."""
-
-    exact: bool = True  # replicas draw one device's numbers
-
-
-settings = RandomSettings()
+# Set by `keras_strategy.config`: whether replicas draw one device's numbers.
+settings = SimpleNamespace(exact=True)
 
 
 @dataclass(frozen=True)

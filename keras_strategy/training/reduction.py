@@ -71,6 +71,28 @@ def axes_to_reduce(axis: Any, shapes: Sequence[Shape]) -> tuple[int, ...]:
     return axes
 
 
+def check_gatherable(values: Sequence[Any], axis: int) -> None:
+    """Raise ValueError unless the components can be joined along `axis`."""
+    others = [type(x).__name__ for x in values if not hasattr(x, "shape")]
+    if others:
+        raise ValueError(
+            f"`gather` joins tensors and arrays. Received: values of types {others}"
+        )
+    shapes = [tuple(ops.shape(component)) for component in values]
+    ranks = {len(shape) for shape in shapes}
+    rank = min(ranks)
+    if len(ranks) == 1 and -rank <= axis < rank:
+        others = {shape[: axis % rank] + shape[axis % rank + 1 :] for shape in shapes}
+        if len(others) == 1:
+            check_same_dtype(values)
+            return
+    raise ValueError(
+        "`gather` joins values of rank 1 or more with equal dimensions other than "
+        f"`axis`. Received: axis={axis!r}, and values of shapes {shapes} in replica "
+        "order."
+    )
+
+
 def num_entries(shape: Any, axes: Sequence[int]) -> Any:
     """Return how many entries of one replica's value are reduced to one."""
     return math.prod(shape[i] for i in axes)

@@ -1,4 +1,4 @@
-"""Backup files, written atomically and verified when read.
+"""Backup files, written atomically and verified when read, and random states.
 
 A file is a NumPy archive of arrays and a JSON text. It is written to a temporary name,
 synced and renamed, so that a killed process leaves the previous file intact. The last
@@ -7,6 +7,9 @@ is encoded in JSON, without pickle.
 
 Sharded variables are gathered one at a time, and the arrays are spilled to disk until
 the file is written: all of them may not fit into the host's memory.
+
+Keras draws from process-wide random generators to shuffle arrays and to seed layers. If
+each worker drew different numbers, the workers would read different batches.
 """
 
 import base64
@@ -16,15 +19,19 @@ import json
 import logging
 import os
 import pathlib
+import random
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes  # a dependency of Keras
 import numpy as np
+
+from keras_strategy.cluster.membership import Cluster, json_digest
+from keras_strategy.core.registry import get_engine
 
 logger = logging.getLogger("keras_strategy")
 
@@ -94,16 +101,52 @@ def decode(value: Any) -> Any:
     return array[()] if kind == "number" else array
 
 
+def sync_random_states(cluster: Cluster, digests: Sequence[str] | None = None) -> None:
+    """Set the generators to the chief's; `digests` are exchanged if not given."""
+    operation = "the comparison of random states"
+    digests = digests or cluster.exchange(operation, random_state_digest())
+    if len(set(digests)) == 1:
+        return
+    state = get_random_state() if cluster.is_chief else None
+    states = cluster.exchange("the chief's random state", state)
+    if not cluster.is_chief:
+        set_random_state(states[0])
+
+
+def random_state_digest() -> str:
+    return json_digest(get_random_state())
+
+
+def get_random_state() -> dict[str, Any]:
+    """Return the states of the process-wide random generators as JSON values."""
+    version, numbers, gauss = random.getstate()
+    torch = sys.modules.get("torch")  # on any backend, its DataLoader draws from it
+    others = {
+        "numpy": np.random.get_state(legacy=True),
+        "engine": get_engine().random_state(),
+        "torch": None if torch is None else torch.get_rng_state(),
+    }
+    return {"python": [version, list(numbers), gauss], **encode(others)}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(decode(state["numpy"]))
+    if state["engine"] is not None:
+        get_engine().set_random_state(decode(state["engine"]))
+    torch = sys.modules.get("torch")
+    if torch is not None and state["torch"] is not None:
+        torch.set_rng_state(decode(state["torch"]))
+
+
 class ArraySpill(contextlib.AbstractContextManager["ArraySpill"]):
-    """Files of arrays in a folder of their own; workers that do not write have none."""
+    """Files of arrays in a folder beside a path, which only writing workers have."""
 
-    def __init__(self, folder: pathlib.Path | None):
-        self._folder, self._count = folder, 0
+    def __init__(self, path: pathlib.Path | None):
+        self._folder = None if path is None else path.with_name(f".{path.name}.spill")
+        self._count = 0
         self._error: OSError | None = None
-
-    @classmethod
-    def next_to(cls, path: pathlib.Path) -> "ArraySpill":
-        return cls(path.parent / f".{path.name}.spill")
 
     def add(self, array: np.ndarray) -> np.ndarray:
         """Return the array, memory-mapped from disk if it is large."""
@@ -143,11 +186,9 @@ class BackupContents:
 
 
 class BackupFolder:
-    """Folder of the backups of one `fit`."""
-
     def __init__(self, path: str | os.PathLike):
         self._path = pathlib.Path(path)
-        self._spill = ArraySpill.next_to(self._path / "backup")
+        self._spill = ArraySpill(self._path / "backup")
         self.spill = self._spill.add  # arrays for the next backup
 
     def read(self) -> BackupContents | None:
@@ -175,10 +216,10 @@ class BackupFolder:
                     *(file, f"{type(error).__name__}: {error}", renamed.name),
                 )
             else:
-                arrays = {}
-                for name, dtype in metadata["dtypes"].items():
-                    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
-                    arrays[name] = plain[name].view(dtype)
+                arrays = {
+                    name: plain[name].view(getattr(ml_dtypes, dtype, dtype))
+                    for name, dtype in metadata["dtypes"].items()
+                }
                 return BackupContents(metadata["facts"], arrays, file)
         if any(file.name.endswith(_DAMAGED) for file in self._files()):
             raise ValueError(
@@ -221,7 +262,6 @@ class BackupFolder:
                 old.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove the backups, and the folder if it is empty."""
         self._remove(_PARTIAL)
         self._remove(_BACKUP)
         with contextlib.suppress(OSError):

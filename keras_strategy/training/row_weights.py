@@ -27,7 +27,12 @@ from keras import ops, tree
 from keras_strategy.core import context
 from keras_strategy.core.protocols import Replica
 from keras_strategy.core.registry import get_engine
+from keras_strategy.core.step_state import Bounds
+from keras_strategy.devices import ReplicaTopology
 from keras_strategy.values import ReduceOp
+
+# Returns the bounds for a global batch of so many rows.
+LocalBoundsFn = Callable[[int], Bounds]
 
 
 def split_rows(
@@ -42,6 +47,21 @@ def split_rows(
     block = -(-rows // replicas)
     ends = [minimum(replica * block, rows) for replica in range(replicas + 1)]
     return list(itertools.pairwise(ends))
+
+
+def rows_to_read(bounds: Bounds) -> tuple[int, int]:
+    """Return begin and end of the rows to read: one placeholder if there are none."""
+    first, end = bounds[0][0], bounds[-1][1]
+    return (first, end) if end > first else (0, 1)
+
+
+def local_bounds(
+    topology: ReplicaTopology, rows: Any, minimum: Callable[[Any, Any], Any] = min
+) -> Bounds:
+    """Return this worker's bounds in a global batch, see `split_rows`."""
+    bounds = split_rows(rows, topology.num_replicas, minimum)
+    local = topology.local_replicas
+    return bounds[local.start : local.stop]
 
 
 def where_has_rows(weight: Any, value: Any, otherwise: Any) -> Any:

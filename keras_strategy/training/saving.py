@@ -21,7 +21,7 @@ from keras_strategy.cluster import watchdog
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.cluster.rendezvous import save_timeout_seconds
 from keras_strategy.errors import WorkerFailedError
-from keras_strategy.training.foreign_calls import add_backend_hint
+from keras_strategy.training.train_step import add_backend_hint
 
 _Result = TypeVar("_Result")
 _overrides: ContextVar[dict[int, Any] | None] = ContextVar("overrides", default=None)
@@ -113,7 +113,7 @@ def raise_if_any_failed(
 
 
 def temporary_folder() -> str | None:
-    """Return the folder for temporary files of the current `replaced`, or None."""
+    """Return the folder for temporary files of the current write, or None."""
     return _temporary_folder.get()
 
 

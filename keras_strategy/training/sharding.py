@@ -16,8 +16,8 @@ import itertools
 import logging
 import math
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,14 +34,8 @@ _SLOT, _SPEC, _FLAT_SHARDS = "_ks_slot", "_ks_shard_spec", "_ks_flat_shards"
 OPTIMIZER_SHARDING = "_ks_optimizer_sharding"
 
 
-class _ThreadState(threading.local):
-    """True while an optimizer creates slots, and the layout of their weight."""
-
-    is_creating_slots = False
-    layout_of_weight: Any = None
-
-
-_thread = _ThreadState()
+# While an optimizer creates slots: the layout of their weight, in a tuple.
+_created_slots: ContextVar[tuple[Any] | None] = ContextVar("slots", default=None)
 
 
 def dimension_to_shard(shape: Sequence[int], replicas: int) -> int | None:
@@ -52,8 +46,6 @@ def dimension_to_shard(shape: Sequence[int], replicas: int) -> int | None:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Division of a variable into shards."""
-
     replicas: int  # of all workers
     dimension: int | None  # that is split into `replicas` shards
     # Without it: the dimension that each prime factor of `replicas` divides, or None.
@@ -92,28 +84,21 @@ class ShardSpec:
 @contextlib.contextmanager
 def creating_slots(layout: Any = None) -> Iterator[None]:
     """Context manager in which an optimizer creates variables for a weight."""
-    before = _thread.is_creating_slots, _thread.layout_of_weight
-    _thread.is_creating_slots, _thread.layout_of_weight = True, layout
+    token = _created_slots.set((layout,))
     try:
         yield
     finally:
-        _thread.is_creating_slots, _thread.layout_of_weight = before
+        _created_slots.reset(token)
 
 
 def layout_of_weight() -> Any:
     """Return the layout of the weight whose slots are being created, if known."""
-    return _thread.layout_of_weight
+    (layout,) = _created_slots.get() or (None,)
+    return layout
 
 
 def mark_as_slot(variable: Any) -> None:
     vars(variable)[_SLOT] = True
-
-
-def set_shard_spec(variable: Any, spec: ShardSpec | None) -> None:
-    """Attach a variable's spec; None if it is not sharded."""
-    if spec is not None and spec.dimension is None and spec.num_shards == 1:
-        spec = None
-    vars(variable)[_SPEC] = spec
 
 
 def shard_spec_of(variable: Any) -> ShardSpec | None:
@@ -203,15 +188,17 @@ class VariableSharding:
         self.shard, self.replicas = shard, replicas
         self._logged: set[bool] = set()
 
-    def spec_for(self, variable: Any, logical: Sequence[int] = ()) -> ShardSpec | None:
+    def set_spec(self, variable: Any, logical: Sequence[int]) -> ShardSpec | None:
+        """Attach and return a variable's spec; None if it is not sharded."""
+        vars(variable)[_SPEC] = None
         if self.shard is None or is_sync_on_read(variable):
             return None
-        is_slot = _thread.is_creating_slots or _SLOT in vars(variable)
+        is_slot = _created_slots.get() is not None or _SLOT in vars(variable)
         if not is_slot and not (variable.trainable and self.shard == "parameters"):
             return None
         shape = tuple(variable.shape)
         spec = ShardSpec.for_shape(shape, self.replicas, logical)
-        is_replicated = spec.num_shards == 1
+        is_replicated = spec.dimension is None and spec.num_shards == 1
         fate = f"is split into {spec.num_shards} shards"
         if spec.dimension is None and shape and is_replicated not in self._logged:
             self._logged.add(is_replicated)
@@ -222,6 +209,9 @@ class VariableSharding:
                 *(self.shard, self.replicas, shape),
                 "is replicated on all of them" if is_replicated else fate,
             )
+        if is_replicated:
+            return None
+        vars(variable)[_SPEC] = spec
         return spec
 
 

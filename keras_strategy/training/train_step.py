@@ -7,6 +7,7 @@ Keras's loop keeps epochs, callbacks and logs. Its function for a batch becomes
 import contextlib
 import functools
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ import keras
 from keras import ops, tree
 
 from keras_strategy.core.context import DryRun, distributed_replica
-from keras_strategy.core.registry import get_engine
+from keras_strategy.core.registry import SUPPORTED, get_engine
 from keras_strategy.core.step_state import BatchRows, RowRange, StepState
+from keras_strategy.options import check_call
 from keras_strategy.training.random import BatchDimCache, settings
 from keras_strategy.training.reduction import is_float
 from keras_strategy.training.row_weights import apply_row_weight
@@ -96,9 +98,57 @@ def traced_run_state(
 
 
 def has_torch_modules(layers: Iterable[Any]) -> bool:
-    """Return True if some layers wrap torch modules, which have state of their own."""
     wrapper = keras.layers.TorchModuleWrapper
     return any(isinstance(layer, wrapper) for layer in layers)
+
+
+_INSTEAD = (
+    "Compute gradients with `keras_strategy.value_and_grad`, which works on every "
+    "backend, instead of a gradient tape, `backward` or a library's `grad`. Remove "
+    "`tf.function` and `jax.jit`, because `strategy.run` and `fit` compile. Use "
+    "`keras.ops` for other functions."
+)
+# Texts of errors that have no frame of the library.
+_SIGNS = {"jax": "JAX has removed its internal frames", "torch": "attribute '?backward"}
+
+
+def _foreign_library(name: Any) -> str | None:
+    """Return the other backend that a module name belongs to, or None."""
+    library = str(name).partition(".")[0]
+    is_foreign = library in SUPPORTED and library != keras.backend.backend()
+    return library if is_foreign else None
+
+
+def check_function(fn: Any, args: Any) -> None:
+    """Raise unless `run` can call `fn` with `args`."""
+    check_call(fn, args)
+    library = _foreign_library(type(fn).__module__)
+    if library is not None:
+        raise TypeError(
+            f"Argument `fn` must be a Python function. Received a function of {library}"
+            f", but the Keras backend is {keras.backend.backend()}: {fn!r}. {_INSTEAD}"
+        )
+
+
+def add_backend_hint(error: Exception) -> None:
+    """Add a note to an error of a step that code of another backend has raised."""
+    library = caller = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__"))
+        library = _foreign_library(module)
+        if library is not None:
+            break
+        if module.partition(".")[0] not in SUPPORTED:
+            caller = f"{frame.f_code.co_filename}:{line}"
+    text = " ".join([str(error), *getattr(error, "__notes__", ())])
+    for name, sign in _SIGNS.items():
+        if library is None and re.search(sign, text):
+            library = _foreign_library(name)
+    if library is not None:
+        error.add_note(
+            f"The step uses {library} at {caller}, but the Keras backend is "
+            f"{keras.backend.backend()}. {_INSTEAD}"
+        )
 
 
 _LOCAL_BATCH_HINT = (
@@ -237,8 +287,11 @@ def report_differing_rows(batches: Sequence[Any]) -> Iterator[None]:
         raise
 
 
-def average_logs(logs: Any, weights: Sequence[Any]) -> Any:
-    """Return the mean of the replicas' logs, weighted by rows."""
+def average_logs(logs: Any, weights: Sequence[Any], sum_all: Any = None) -> Any:
+    """Return the mean of the replicas' logs, weighted by rows.
+
+    `sum_all` sums a list of tensors over the workers, if there are several.
+    """
 
     def weighted_mean(*values):
         parts = []
@@ -251,7 +304,10 @@ def average_logs(logs: Any, weights: Sequence[Any]) -> Any:
 
     replicas = len(weights)
     local = [select_replica(logs, replica, replicas) for replica in range(replicas)]
-    return tree.map_structure(weighted_mean, *local)
+    means = tree.map_structure(weighted_mean, *local)
+    if sum_all is None:
+        return means
+    return tree.pack_sequence_as(means, sum_all(tree.flatten(means)))
 
 
 def merge_worker_metrics(

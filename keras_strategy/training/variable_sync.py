@@ -31,6 +31,11 @@ def is_sync_on_read(variable: Any) -> bool:
     return variable.synchronization == "on_read"
 
 
+def is_assigned_in_run(variable: Any) -> bool:
+    """Return True if a function of `run` has assigned it without an aggregation."""
+    return "_ks_assigned_in_run" in vars(variable)
+
+
 def aggregates_assign_add(variable: Any) -> bool:
     """Return True if `assign_add` aggregates its operand first."""
     return not is_sync_on_read(variable) and variable.aggregation in ("sum", "mean")
@@ -71,6 +76,8 @@ def aggregate_assignment(replica: Replica, variable: Any, value: Any) -> Any:
         step.on_read_merged.pop(id(variable), None)
         return where_has_rows(step.row_weight, value, variable.value)
     if variable.aggregation == "none":
+        if step.row_weight is None:  # otherwise `sync_state` checks it
+            vars(variable)["_ks_assigned_in_run"] = True
         step.assigned[id(variable)] = variable
         return value
     if (
@@ -116,7 +123,7 @@ def local_contribution(
     """Return a worker's summand of an on-read variable's cross-replica value."""
     if variable.aggregation == "only_first_replica":
         first = values[0]
-        return first if topology.first_local_replica == 0 else ops.zeros_like(first)
+        return first if topology.local_replicas.start == 0 else ops.zeros_like(first)
     total = add(values)
     if variable.aggregation == "mean":
         return ops.divide(total, topology.num_replicas)
@@ -193,29 +200,25 @@ def sync_state(
             vars(variable).setdefault(_RULE, StateRule.CHECKED)
     averaged = [v for v in assigned if vars(v)[_RULE] is StateRule.MEAN_OF_ROWS]
     checked = [v for v in assigned if vars(v)[_RULE] is StateRule.CHECKED]
-    weight = replica.step.row_weight
-    if checked:
-        values = [cast_for_sum(v.value) for v in checked]
-        parts = [
-            apply_row_weight(ops.convert_to_tensor(v.value), weight) for v in averaged
-        ]
-        parts += [select_first_replica(replica, value) for value in values]
-        sums = replica.weighted_sum(parts, None)
-        firsts = sums[len(averaged) :]
-        for variable, value, first in zip(checked, values, firsts, strict=True):
-            require(
-                # A replica without rows computes on placeholder rows.
-                ops.logical_or(_is_equal(value, first), weight == 0),
-                f"The variable '{variable.path}' was assigned in a training step, "
-                "differs between the replicas, and has no aggregation to merge its "
-                f"values. Create it with one: {AGGREGATION_HELP}. Received a variable "
-                'with aggregation="none".',
-            )
-    elif averaged:
-        parts = [ops.convert_to_tensor(v.value) for v in averaged]
-        sums = replica.weighted_sum(parts, weight)
-    else:
+    if not averaged and not checked:
         return
+    weight = replica.step.row_weight
+    parts = [ops.convert_to_tensor(v.value) for v in averaged]
+    values = [cast_for_sum(v.value) for v in checked]
+    if checked:
+        parts = [apply_row_weight(part, weight) for part in parts]
+        parts += [select_first_replica(replica, value) for value in values]
+    sums = replica.weighted_sum(parts, None if checked else weight)
+    firsts = sums[len(averaged) :]
+    for variable, value, first in zip(checked, values, firsts, strict=True):
+        require(
+            # A replica without rows computes on placeholder rows.
+            ops.logical_or(_is_equal(value, first), weight == 0),
+            f"The variable '{variable.path}' was assigned in a training step, differs "
+            "between the replicas, and has no aggregation to merge its values. Create "
+            f"it with one: {AGGREGATION_HELP}. Received a variable with "
+            'aggregation="none".',
+        )
     for variable, value in zip([*averaged, *checked], sums, strict=True):
         replica.write(variable, value)
 

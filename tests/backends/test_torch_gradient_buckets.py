@@ -216,6 +216,42 @@ def test_buckets_overlap_backward(most, is_local, own_step, side, leave):
     assert workers.assign_buckets(gradients, None) == []  # of no variables
 
 
+def test_gradients_of_another_model_with_buckets_of_equal_sizes():
+    workers = workers_of(64)
+    many, few = (
+        [keras.Variable(torch.full((size,), i + 1.0)) for i, size in enumerate(sizes)]
+        for sizes in ((8, 8, 16, 16), (16, 16, 16))
+    )
+    sent = []
+    for models in ([many], [many], [many], [many, few]):
+        for variable in (*many, *few):
+            variable.value.grad = None
+        for variables in models:
+            sum((v.value * v.value).sum() for v in variables).backward()
+        sent.append(workers.verifier.sent)
+        gradients = [v.value.grad for v in models[-1]]
+        sums = workers.all_reduce_weighted(
+            gradients, 0.5, workers.replica.buffers, models[-1]
+        )
+        for total, gradient in zip(sums, gradients, strict=True):
+            assert torch.equal(total, gradient * 0.5)
+    assert sent == [0, 0, 2, 2]
+
+
+def test_steps_that_leave_out_other_layers_add_few_hooks():
+    workers = workers_of(64)
+    variables = [keras.Variable(torch.ones(20 + i)) for i in range(40)]
+    for left_out in range(2, 40):
+        chosen = [v for i, v in enumerate(variables) if i != left_out]
+        for variable in variables:
+            variable.value.grad = None
+        sum(v.value.sum() for v in chosen).backward()
+        workers.all_reduce_weighted(
+            [v.value.grad for v in chosen], None, workers.replica.buffers, chosen
+        )
+    assert 0 < len(variables[0].value._post_accumulate_grad_hooks) <= 16
+
+
 def test_changed_gradients_stop_early_sending():
     workers = workers_of(64)
     variables = [keras.Variable(torch.full((5, 5), i + 1.0)) for i in range(3)]

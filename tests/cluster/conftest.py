@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from keras_strategy.cluster import CoordinatorClient
+from keras_strategy.cluster.client import CoordinatorClient
 from keras_strategy.launch.local_cluster import free_ports
 from tests.cluster.short import wait_for_others
 
@@ -57,7 +57,7 @@ def together(port):
 
         def one(rank: int) -> Any:
             try:
-                client = CoordinatorClient.join(
+                client = CoordinatorClient(
                     ("127.0.0.1", port), rank, names_of(count), SOON
                 )
                 clients.append(client)

@@ -12,7 +12,7 @@ import pathlib
 import resource
 import time
 
-from keras_strategy.cluster import CoordinatorClient
+from keras_strategy.cluster.client import CoordinatorClient
 from keras_strategy.cluster.coordinator import Coordinator
 from keras_strategy.cluster.rendezvous import connect, open_listeners
 from keras_strategy.cluster.transport import encode, receive
@@ -108,7 +108,7 @@ def memory_growth(port: int, agreements: int) -> tuple[int, float]:
     """
 
     def one(rank):
-        client = CoordinatorClient.join(
+        client = CoordinatorClient(
             ("127.0.0.1", port), rank, ["chief", "worker 0"], 60.0
         )
         for i in range(agreements // 10):

@@ -1,6 +1,6 @@
 """A short patience, for clients that have taken their time to join."""
 
-from keras_strategy.cluster import CoordinatorClient
+from keras_strategy.cluster.client import CoordinatorClient
 
 
 def wait_for_others(client: CoordinatorClient, seconds: float) -> None:

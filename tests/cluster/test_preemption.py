@@ -4,6 +4,8 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ HOUR = 3600.0
 
 
 def alone(**config) -> Preemption:
-    return Preemption(TerminationConfig(**config), lambda says: [says])
+    return Preemption(TerminationConfig(**config), None)
 
 
 def test_preemption_saves_once_and_ends():
@@ -37,7 +39,8 @@ def test_grace_period_is_used():
 
 def test_uninformed_worker_follows():
     told = [[False, False], [True, False]]
-    preemption = Preemption(TerminationConfig(), lambda says: told)
+    cluster: Any = SimpleNamespace(exchange=lambda operation, says: told)
+    preemption = Preemption(TerminationConfig(), cluster)
     assert preemption.after_step() is NextAction.SAVE
     told[1] = [True, True]
     assert preemption.after_step() is NextAction.SAVE_AND_END

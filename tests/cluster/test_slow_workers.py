@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from keras_strategy.cluster import CoordinatorClient, watchdog
+from keras_strategy.cluster import watchdog
+from keras_strategy.cluster.client import CoordinatorClient
 from keras_strategy.cluster.watchdog import Operation
 from tests.cluster.conftest import SOON, names_of
 
@@ -46,7 +47,7 @@ def test_slow_rendezvous_names_missing_workers(port, lines):
 
     def worker(rank):
         address = ("127.0.0.1", port)
-        clients[rank] = CoordinatorClient.join(address, rank, names_of(2), SOON)
+        clients[rank] = CoordinatorClient(address, rank, names_of(2), SOON)
         if rank == 0:
             clients[rank].exchange("the first step")
 
@@ -66,22 +67,20 @@ def test_connected_worker_reports_waiting(port, lines):
     clients: list[CoordinatorClient] = []
 
     def chief():
-        clients.append(
-            CoordinatorClient.join(("127.0.0.1", port), 0, names_of(2), SOON)
-        )
+        clients.append(CoordinatorClient(("127.0.0.1", port), 0, names_of(2), SOON))
 
     thread = threading.Thread(target=chief)
     thread.start()
     # For whom, it has heard or not: the time is short here.
     lines.wait_for("chief has waited for ")
-    other = CoordinatorClient.join(("127.0.0.1", port), 1, names_of(2), SOON)
+    other = CoordinatorClient(("127.0.0.1", port), 1, names_of(2), SOON)
     thread.join()
     other.leave()
     clients[0].leave()
 
 
 def test_slow_operation_is_reported_once(caplog):
-    of_worker = watchdog.Watchdog(0, ["worker 1"], 600, 0.0)
+    of_worker = watchdog.Watchdog(0, ["worker 1"], 600, 0.0, print, print)
     for count in range(3):
         of_worker.warn_if_slow(Operation(count, "the train step", 0.0), 9.9)
     assert not caplog.messages

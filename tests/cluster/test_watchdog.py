@@ -1,5 +1,7 @@
 """When a worker gives up: decisions alone, without a process, a socket or a wait."""
 
+from typing import NamedTuple
+
 import pytest
 
 from keras_strategy.cluster.watchdog import (
@@ -7,10 +9,8 @@ from keras_strategy.cluster.watchdog import (
     DEADLOCK_SECONDS,
     LEFT_SECONDS,
     RELAY_SECONDS,
-    Fail,
     Operation,
     OperationTrace,
-    Send,
     Watchdog,
 )
 
@@ -18,13 +18,38 @@ NAMES = ["chief", "worker 0", "worker 1"]
 TIMEOUT = 10.0
 STEP = Operation(7, "step", 0.0)
 # Asked once in each operation, long before its time is over.
-SUSPECTS = Send({"type": "inquire", "count": STEP.count})
+SUSPECTS = {"type": "inquire", "count": STEP.count}
+
+
+class Fail(NamedTuple):
+    message: str
+    details: str = ""
+
+
+class Watched:
+    """The watchdog of worker 0, at the time 0. Its methods return what it did."""
+
+    def __init__(self):
+        self._done = []
+        fail = lambda *failure: self._done.append(Fail(*failure))  # noqa: E731
+        self._watchdog = Watchdog(1, NAMES, TIMEOUT, 0.0, self._done.append, fail)
+
+    def __getattr__(self, name):
+        member = getattr(self._watchdog, name)
+        if name in ("interval", "waited"):
+            return member
+
+        def act(*arguments):
+            self._done.clear()
+            member(*arguments)
+            return list(self._done)
+
+        return act
 
 
 @pytest.fixture
-def watchdog() -> Watchdog:
-    """That of worker 0, at the time 0."""
-    return Watchdog(1, NAMES, TIMEOUT, 0.0)
+def watchdog() -> Watched:
+    return Watched()
 
 
 def look(watchdog, operation, begin, end):
@@ -38,8 +63,8 @@ def look(watchdog, operation, begin, end):
     return done
 
 
-def asks(count: int = STEP.count) -> Send:
-    return Send({"type": "inquire", "count": count, "timeout": TIMEOUT})
+def asks(count: int = STEP.count) -> dict:
+    return {"type": "inquire", "count": count, "timeout": TIMEOUT}
 
 
 def test_idle_worker_is_not_checked(watchdog):
@@ -92,7 +117,7 @@ def test_departed_worker_has_a_grace_period(watchdog, begin):
     assert before == []
     assert when == max(begin, 1.0) + LEFT_SECONDS + 1
     why = "worker 1 ended while worker 0 was waiting for it in `step`"
-    assert told == Send({"type": "failed", "message": why, "details": ""})
+    assert told == {"type": "failed", "message": why, "details": ""}
     # The coordinator has not told it back.
     assert later == when + RELAY_SECONDS
     assert failure == Fail(why)
@@ -118,7 +143,7 @@ def test_wake_up_message_does_not_hide_suspension(watchdog):
 def test_reported_failure_is_final(watchdog):
     told = watchdog.report_failure("worker 0 raised E", "a trace", 3.0)
     message = {"type": "failed", "message": "worker 0 raised E", "details": "a trace"}
-    assert told == [Send(message)]
+    assert told == [message]
     assert watchdog.on_message(message, 3.1) == [Fail("worker 0 raised E", "a trace")]
     assert look(watchdog, STEP, 4, 100) == []
 
@@ -164,7 +189,7 @@ def test_departed_chief_is_reported(watchdog):
 
 
 def test_leaving_worker_does_not_wait(watchdog):
-    watchdog.leave()
+    watchdog._watchdog.leaving = True
     assert look(watchdog, STEP, 0, 100) == []
     assert watchdog.on_disconnect("it ended") == []
 

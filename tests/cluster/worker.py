@@ -5,7 +5,9 @@ import sys
 
 from short import wait_for_others
 
-from keras_strategy.cluster import CoordinatorClient, rendezvous_address, watchdog
+from keras_strategy.cluster import watchdog
+from keras_strategy.cluster.client import CoordinatorClient
+from keras_strategy.cluster.rendezvous import rendezvous_address
 
 # So that tests need not wait for long.
 watchdog.ANSWER_SECONDS = 3.0
@@ -14,7 +16,7 @@ watchdog.DEADLOCK_SECONDS = 1.0
 
 arguments = json.loads(sys.argv[1])
 rank, names = arguments["rank"], arguments["names"]
-client = CoordinatorClient.join(
+client = CoordinatorClient(
     rendezvous_address(arguments["addresses"]),
     rank,
     names,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.data.prefetch import (
+from keras_strategy.data.sources import (
     Prefetcher,
     prefetch_disabled,
     stop_prefetchers_on_exit,

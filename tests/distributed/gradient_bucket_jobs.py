@@ -183,6 +183,46 @@ def trained(
     return found, seen
 
 
+def sparse(strategy: Any = None) -> list:
+    """Weights after training an embedding whose gradients are sparse."""
+    keras.utils.set_random_seed(17)
+    strategy = strategy or ks.MultiWorkerMirroredStrategy(communication_options=OPTIONS)
+    with strategy.scope():
+        embedding = torch.nn.Embedding(9, 4, sparse=True)
+        model = keras.Sequential(
+            [
+                keras.Input((2,), dtype="int64"),
+                keras.layers.TorchModuleWrapper(embedding),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=True)
+    x, y = np.arange(14).reshape(7, 2) % 9, np.ones((7, 2, 4), "float32")
+    model.fit(x, y, 4, epochs=2, shuffle=False, verbose=0)
+    return weights(model)
+
+
+def different_gradients(strategy: Any = None) -> str:
+    """Each replica has a gradient for another one of two variables."""
+    strategy = strategy or ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        variables = [keras.Variable(np.zeros(3, "float32")) for _ in range(2)]
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build(variables)
+
+    def step():
+        gradients: list[Any] = [None, None]
+        replica = ks.get_replica_context().replica_id_in_sync_group
+        gradients[replica] = keras.ops.ones(3)
+        with torch.no_grad():
+            optimizer.apply(gradients, variables)
+
+    try:
+        strategy.run(step)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return f"no error, but {[keras.ops.convert_to_numpy(v) for v in variables]}"
+
+
 def _sum_of_squares(model: Any, x: Any, y: Any) -> torch.Tensor:
     return keras.ops.mean(keras.ops.square(model(x) - y))
 

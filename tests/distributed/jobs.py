@@ -343,6 +343,21 @@ def different_shapes() -> str:
     return "no error"
 
 
+def gathered_dtypes() -> dict:
+    """Gathers values of dtypes that not every library of collectives knows."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+    gathered = {}
+    for dtype in ("bool", "int16", "float16"):
+        rows = keras.ops.convert_to_tensor(np.arange(2 * rank, 3).astype(dtype))
+        value = strategy.experimental_distribute_values_from_function(
+            lambda _, rows=rows: rows
+        )
+        joined = keras.ops.convert_to_numpy(strategy.gather(value, axis=0))
+        gathered[dtype] = str(joined.dtype), joined.astype(int).tolist()
+    return gathered
+
+
 def write_everything(folder: str, epochs: int = 3) -> dict:
     """Trains with callbacks that write, and saves."""
     strategy = ks.MultiWorkerMirroredStrategy()

@@ -39,8 +39,15 @@ def test_collectives_of_workers(workers):
 
 def test_first_replica_values_and_differing_shapes(in_turns):
     results, _ = in_turns(
-        first=(jobs.only_the_first_counts, {}), shapes=(jobs.different_shapes, {})
+        first=(jobs.only_the_first_counts, {}),
+        shapes=(jobs.different_shapes, {}),
+        dtypes=(jobs.gathered_dtypes, {}),
     )
     assert results["first"] == [[1.0, 1.0]] * 2
     for said in results["shapes"]:
         assert "worker 0: (2,)" in said and "worker 1: (3,)" in said
+    rows = [0, 1, 2, 2]
+    assert results["dtypes"][0] == {
+        "bool": ("bool", [int(row > 0) for row in rows]),
+        **{dtype: (dtype, rows) for dtype in ("int16", "float16")},
+    }

@@ -3,6 +3,7 @@
 import keras
 import pytest
 
+import keras_strategy as ks
 from keras_strategy.testing import WorkerRunner
 
 if keras.backend.backend() != "torch":
@@ -17,7 +18,7 @@ KINDS = {
     "keras": (True, False),
     "added": (True, False),  # regularisers and `add_loss`, with accumulation
     "two optimizers": (True, False),
-    "branches": (True, False),
+    "branches": (True, True),  # in vain where the other branch is new
     "twice": (False, True),  # two backward passes
     "halved": (False, True),
     "one halves": ((True, False), (False, True)),  # on the second worker alone
@@ -46,6 +47,20 @@ def test_loop_with_failing_steps(two_workers):
     for result, seen in two_workers.run(jobs.runs):
         assert equal(result, expected), seen
         assert seen["early"] and seen["in vain"]
+
+
+def test_gradients_of_other_variables_are_refused(two_workers, two):
+    name = "optimizer.apply without gradients of variables [1]"
+    assert f"0: {name}" in jobs.different_gradients(two)
+    for said in two_workers.run(jobs.different_gradients):
+        assert f"worker 0: `{name}`" in said
+
+
+def test_sparse_gradients(two_workers, mirrored):
+    expected = jobs.sparse(ks.OneDeviceStrategy("cpu:0"))
+    assert equal(jobs.sparse(mirrored(3)), expected)
+    for result in two_workers.run(jobs.sparse):
+        assert equal(result, expected)
 
 
 @pytest.mark.parametrize(

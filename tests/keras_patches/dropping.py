@@ -1,6 +1,13 @@
 """Leave out one patch, in this process and in the workers that it starts."""
 
-from keras_strategy.keras_patches import installation, patch
+from keras_strategy.keras_patches import patch
+from tools.hooks_page import definition_of
+
+
+def name_of(extension: patch.Patch) -> str:
+    """Return a patch's unique name."""
+    module = definition_of(extension).__module__.removeprefix("keras_strategy.")
+    return f"{module} {extension.target}"
 
 
 def drop(name: str) -> None:
@@ -9,8 +16,8 @@ def drop(name: str) -> None:
 
     def all_but_one(extensions):
         listed = list(extensions)
-        kept = [extension for extension in listed if extension.name != name]
+        kept = [extension for extension in listed if name_of(extension) != name]
         assert len(kept) == len(listed) - 1, f"there is no hook {name!r}"
         install(kept)
 
-    installation.install = all_but_one
+    patch.install = all_but_one

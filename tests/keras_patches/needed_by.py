@@ -43,15 +43,15 @@ _CLEAR = "tests/training/test_changes_during_fit.py::test_clear_session_in_scope
 _LONG = "tests/training/test_slow_operations.py::test_slow_first_step_is_logged"
 
 NEEDED_BY = {
-    "keras_patches.installation Model.make_train_function": (
+    "keras_patches.trainer Model.make_train_function": (
         "torch",
         f"{_LONG}[fit-train]",
     ),
-    "keras_patches.installation Model.make_test_function": (
+    "keras_patches.trainer Model.make_test_function": (
         "torch",
         f"{_LONG}[evaluate-test]",
     ),
-    "keras_patches.installation Model.make_predict_function": (
+    "keras_patches.trainer Model.make_predict_function": (
         "torch",
         f"{_LONG}[predict-predict]",
     ),
@@ -103,10 +103,6 @@ NEEDED_BY = {
         "torch",
         f"{_WRITER}::test_write_error_of_chief_reaches_all_workers",
     ),
-    "keras_patches.saving keras.src.saving.saving_lib.get_attr_skipset": (
-        "torch",
-        f"{_WRITER}::test_only_chief_writes",
-    ),
     "keras_patches.saving keras.src.saving.saving_lib.get_temp_dir": (
         "torch",
         "tests/faults/test_faults.py::test_fault_ends_all_workers"
@@ -150,7 +146,7 @@ NEEDED_BY = {
     ),
     "keras_patches.session keras.backend.clear_session": ("jax", _CLEAR),
     "keras_patches.session keras.utils.clear_session": ("jax", _CLEAR),
-    "backends.tensorflow.patches tensorflow._api.v2.compat.v1.reset_default_graph": (
+    "backends.tensorflow.patches _DefaultGraphStack.reset": (
         "tensorflow",
         _CLEAR,
     ),
@@ -179,19 +175,19 @@ NEEDED_BY = {
         "torch",
         f"{_RANDOM}::test_replicas_draw_different_numbers",
     ),
-    "keras_patches.per_replica_attributes Layer.__setattr__": ("torch", _OWN),
-    "keras_patches.per_replica_attributes Variable.trainable": (
+    "keras_patches.layers Layer.__setattr__": ("torch", _OWN),
+    "keras_patches.layers Variable.trainable": (
         "torch",
         "tests/training/test_per_replica_attributes.py"
         "::test_replicas_find_variables_trainable[eager]",
     ),
-    "keras_patches.per_replica_attributes TrackedList.append": ("torch", _OWN),
-    "keras_patches.per_replica_attributes TrackedDict.update": ("torch", _OWN),
-    "keras_patches.per_replica_attributes TrackedOrderedDict.update": (
+    "keras_patches.layers TrackedList.append": ("torch", _OWN),
+    "keras_patches.layers TrackedDict.update": ("torch", _OWN),
+    "keras_patches.layers TrackedOrderedDict.update": (
         "torch",
         _OWN,
     ),
-    "keras_patches.per_replica_attributes TrackedSet.add": ("torch", _OWN),
+    "keras_patches.layers TrackedSet.add": ("torch", _OWN),
     "backends.threads.patches keras.src.random.seed_generator.global_seed_generator": (
         "torch",
         f"{_RANDOM}::test_distributions_are_reproducible",

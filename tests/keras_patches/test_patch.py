@@ -13,10 +13,12 @@ from keras_strategy.keras_patches.patch import (
     find_module,
     hook,
     install,
-    install_multi_replica_patches,
+    install_for,
     multi_replica_only,
     patches_in,
 )
+from tests.keras_patches.dropping import name_of
+from tools.hooks_page import reason_of
 
 
 def make():
@@ -117,7 +119,7 @@ def test_multi_replica_patches_are_installed_late():
 
     install(marked(known, value))
     assert (keras().known(1), keras().value) == (2, 3)
-    install_multi_replica_patches()
+    install_for(2)
     assert (keras().known(1), keras().value) == (10, 10)
 
 
@@ -147,10 +149,10 @@ def test_patches_are_listed_in_source_order():
         """
 
     found = marked(value, others)
-    assert [h.name for h in found] == [
+    assert [name_of(h) for h in found] == [
         f"{__name__} make.<locals>.Keras.{name}" for name in ("value", "known", "alone")
     ]
-    assert found[1].reason == "Why they are hooked, in two lines."
+    assert reason_of(found[1]) == "Why they are hooked, in two lines."
 
 
 @pytest.mark.parametrize(

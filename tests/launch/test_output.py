@@ -1,14 +1,15 @@
+import collections
 import io
 import os
 
-from keras_strategy.launch.launcher import LastLines, PrefixedStream
+from keras_strategy.launch.launcher import PrefixedStream, failure_lines
 
 
-def pass_on(*chunks: bytes) -> tuple[bytes, LastLines]:
+def pass_on(*chunks: bytes) -> tuple[bytes, collections.deque[bytes]]:
     """What becomes of what a worker writes in these pieces."""
     source, writer = os.pipe()
     target = io.BytesIO()
-    last_lines = LastLines()
+    last_lines: collections.deque[bytes] = collections.deque(maxlen=200)
     stream = PrefixedStream(source, target, "worker 0", 0, last_lines)
     for chunk in chunks:
         os.write(writer, chunk)
@@ -34,7 +35,8 @@ def test_endless_line_is_flushed():
 def test_failure_reason_is_traceback_or_last_lines():
     numbers = [f"{number}\n".encode() for number in range(50)]
     _, last_lines = pass_on(*numbers)
-    assert last_lines.reason() == [str(number).encode() for number in range(30, 50)]
+    expected = [str(number).encode() for number in range(30, 50)]
+    assert failure_lines(last_lines) == expected
     traceback = b"Traceback (most recent call last):\n  line\nError: why\n"
     _, last_lines = pass_on(*numbers, traceback)
-    assert last_lines.reason() == traceback.splitlines()
+    assert failure_lines(last_lines) == traceback.splitlines()

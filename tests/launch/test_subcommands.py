@@ -47,7 +47,7 @@ def wrong(finding, seen, do):
 
 def test_doctor_explains_problems(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "numpy")
-    (only,) = doctor.findings(0)
+    ((_, only),) = doctor.findings(0)
     wrong(only, "'numpy', which does not train", "set KERAS_BACKEND to one of jax")
     monkeypatch.setenv("NPROC", "1")
     wrong(doctor.threads(), "1 for 2 logical CPU devices", "set NPROC=8")
@@ -58,14 +58,16 @@ def test_doctor_explains_problems(monkeypatch):
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_doctor_checks(backend, monkeypatch):
     """One after the other; at GPUs on torch alone."""
-    for name in ("torch_gpus", "cluster", "replicas", "workers"):
-        found = doctor.Finding(name, True, "")
-        monkeypatch.setattr(doctor, name, lambda *_, found=found: found)
-    first = doctor.Finding("engine", True, f"Keras 3 on {backend}")
+    first = doctor.Finding(True, f"Keras 3 on {backend}")
     monkeypatch.setattr(doctor, "engine", lambda: first)
-    of_torch = ["torch_gpus"] if backend == "torch" else []
-    expected = ["engine", "threads", *of_torch, "cluster", "replicas", "workers"]
-    assert [finding.check for finding in doctor.findings(1)] == expected
+    names = ["torch_gpus", "cluster", "replicas", "workers"]
+    for name in names:
+        found = doctor.Finding(True, name)
+        monkeypatch.setattr(doctor, name, lambda *_, found=found: found)
+    checks, found = zip(*doctor.findings(1), strict=True)
+    of_torch = backend == "torch"
+    assert checks[:2] == ("engine", "threads") and ("GPUs" in checks) == of_torch
+    assert [finding.detail for finding in found[2:]] == names[not of_torch :]
 
 
 def test_doctor_reports_torch_gpus():
@@ -210,6 +212,50 @@ def test_step_time_is_parsed_from_keras_output(verbose, capsys):
     assert 0 < scaling.parse_step_time(capsys.readouterr().out)[0] < 10
 
 
+PROGRAM = """
+import sys
+import keras, numpy as np
+import keras_strategy as ks
+
+class Centered(keras.layers.Layer):
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0) * float(sys.argv[1])
+
+x, y = np.eye(8, 4, dtype="float32"), np.ones((8, 1), "float32")
+batches = [(x, y)] * 2
+with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+    model = keras.Sequential([Centered(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit({data}, epochs=1, verbose=0)
+raise AssertionError("the program goes on")
+"""
+
+
+@pytest.mark.parametrize("data", ["x, y", "iter(batches), steps_per_epoch=2"])
+def test_verify_reports_first_fit(data, tmp_path, capsys, monkeypatch):
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM.replace("{data}", data))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    for share, text in (("1", "differs from"), ("0", "equals")):
+        # On JAX `fit` computes all rows in one program.
+        differs = share == "1" and keras.backend.backend() != "jax"
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", str(program), share])
+        assert ended.value.code == int(differs)
+        out = capsys.readouterr().out
+        assert (text if differs else "equals") + " one device's" in out
+    assert keras.Model.fit.__qualname__.endswith("Trainer.fit")
+
+
+def test_verify_of_program_without_fit(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    (tmp_path / "train.py").write_text("")
+    assert main(["verify", str(tmp_path / "train.py")]) == 1
+    assert "train.py calls no `fit`" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_shell_completion(shell, capsys):
     assert main(["completion", shell]) == 0
@@ -231,7 +277,7 @@ def test_shell_completion(shell, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["run", "info", "doctor", "scaling", "bench", "completion"]
+    "name", ["run", "info", "doctor", "scaling", "bench", "verify", "completion"]
 )
 def test_help_has_examples(name, capsys):
     with pytest.raises(SystemExit):

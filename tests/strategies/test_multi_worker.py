@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.strategies import multi_worker
+from keras_strategy.strategies import mirrored
 
 TWO = {"worker": ["127.0.0.1:2222", "127.0.0.1:2223"]}
 
@@ -123,4 +123,4 @@ def test_communication_options():
 def test_workers_share_a_machines_gpus(addresses, share):
     workers: Any = types.SimpleNamespace(addresses=addresses, rank=1)
     devices = tuple(f"gpu:{index}" for index in range(4))
-    assert multi_worker._local_devices(devices, workers) == share
+    assert mirrored._local_devices(devices, workers) == share

@@ -19,7 +19,7 @@ def test_large_arrays_spill_to_disk(tmp_path, monkeypatch):
     left = tmp_path / ".model.keras.spill"
     left.mkdir()
     (left / "of a process that was killed").touch()
-    with ArraySpill.next_to(tmp_path / "model.keras") as kept:
+    with ArraySpill(tmp_path / "model.keras") as kept:
         found = [kept.add(array) for array in given]
         kept.check()
         assert [type(array) is np.memmap for array in found] == [

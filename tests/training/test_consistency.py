@@ -1,5 +1,7 @@
 """What workers say of their `fit`, and whether replicas still hold the same values."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -43,6 +45,18 @@ def test_differing_fits_have_differing_signatures(other):
 def test_signature_includes_schedule():
     schedules = keras.optimizers.schedules
     said = [items(rate=schedules.ExponentialDecay(0.1, n, 0.5)) for n in (10, 20)]
+    assert said[0] != said[1]
+
+
+@dataclasses.dataclass
+class Ragged:
+    """Data of which only the number of rows is known, as of a `tf.RaggedTensor`."""
+
+    shape: tuple[int, None]
+
+
+def test_signature_includes_ragged_rows():
+    said = [consistency.call_signature({"x": Ragged((n, None))}) for n in (3, 4)]
     assert said[0] != said[1]
 
 

@@ -57,6 +57,24 @@ def doubling():
     return ks.MirroredStrategy(DEVICES, Doubling())
 
 
+def test_gradients_of_different_variables_are_refused(doubling):
+    """Which have equal shapes, so their sums would be taken for one another's."""
+    with doubling.scope():
+        variables = [keras.Variable(np.zeros(3, "float32")) for _ in range(2)]
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build(variables)
+
+    def step():
+        gradients = [None, None]
+        replica = ks.get_replica_context().replica_id_in_sync_group
+        gradients[int(replica)] = ops.ones(3)
+        optimizer.apply(gradients, variables)
+
+    absent = "without gradients of variables"
+    with pytest.raises(RuntimeError, match=rf"{absent} \[1\].*{absent} \[0\]"):
+        doubling.run(step, options=ks.RunOptions(compile=False))
+
+
 @pytest.mark.parametrize("choice", CHOICES, ids=repr)
 def test_cross_device_ops_choices(choice, caplog):
     with caplog.at_level(logging.INFO, "keras_strategy"):

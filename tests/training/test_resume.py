@@ -12,9 +12,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import keras_strategy as ks
-from keras_strategy.data import random
 from keras_strategy.keras_patches.dataset_state import state_of_this_worker
-from keras_strategy.training.resume import BackupFolder, decode, encode
+from keras_strategy.training.resume import (
+    BackupFolder,
+    decode,
+    encode,
+    get_random_state,
+    set_random_state,
+)
 from tests.equality.compare import largest
 from tests.training.shared import SharedModels
 
@@ -338,11 +343,11 @@ def test_tf_data_resumes(models, mirrored, tmp_path, caplog, repeated, killed, s
     strategy = mirrored(2)
 
     def trained(model, *callbacks, seed=7):
-        drawn = random.get_random_state()
+        drawn = get_random_state()
         tf.random.set_seed(seed)
         data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(13)
         data = (data.repeat() if repeated else data).batch(4)
-        random.set_random_state(drawn)
+        set_random_state(drawn)
         steps = 3 if repeated else None
         orders = []
         seen = keras.callbacks.LambdaCallback(

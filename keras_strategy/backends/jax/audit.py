@@ -1,6 +1,5 @@
 """Access to JAX's own state and to a model's steps, for `keras_strategy.audit`."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,64 +11,66 @@ from keras import tree
 
 from keras_strategy.backends.jax import connection
 from keras_strategy.core.context import cross_replica_scope
-
-# `fit` is one program, from which no gradient can be read.
-records_steps = False
+from keras_strategy.core.protocols import AuditAdapter
 
 
-def first_rows(x: Any, rows: int) -> Any:
-    return x[:rows]
+class Adapter(AuditAdapter):
+    """Access to JAX for an audit."""
 
+    # `fit` is one program, from which no gradient can be read.
+    records_steps = False
 
-def host_copy(x: Any) -> np.ndarray | None:
-    if isinstance(x, Tracer) or not keras.ops.is_tensor(x):
-        return None
-    return np.array(x)
+    def host_copy(self, x: Any) -> np.ndarray | None:
+        if isinstance(x, Tracer) or not keras.ops.is_tensor(x):
+            return None
+        return np.array(x)
 
+    def run_on_device(
+        self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
+        device = connection.device_named(strategy.extended.worker_devices[0])
+        values = [
+            None if value is None else jax.device_put(value, device)
+            for value in map(_read_on_host, variables)
+        ]
+        mapping = [
+            pair for pair in zip(variables, values, strict=True) if pair[1] is not None
+        ]
+        with (
+            cross_replica_scope(None),
+            keras.device(device),
+            keras.StatelessScope(state_mapping=mapping) as scope,
+        ):
+            result = tree.map_structure(_on_host, fn())
+        after = (scope.get_current_value(variable) for variable in variables)
+        return result, [None if value is None else np.array(value) for value in after]
 
-def tensor_restorer(x: Any) -> None:
-    return None
+    def step_functions(
+        self, model: keras.Model, kind: str, strategy: Any
+    ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+        def step_on_replicas(batch):
+            if kind == "predict":
+                return model.predict_on_batch(batch[0])
+            call = model.train_on_batch if kind == "train" else model.test_on_batch
+            return call(*batch, return_dict=True)
 
+        def step_on_device(batch):
+            groups = [model.trainable_variables, model.non_trainable_variables]
+            if kind == "train":
+                groups.append(model.optimizer.variables)
+            if kind != "predict":
+                groups.append(model.metrics_variables)
+            state = tuple([v.value for v in variables] for variables in groups)
+            data = tree.map_structure(keras.ops.convert_to_tensor, batch)
+            outputs, new_state = getattr(model, f"{kind}_step")(state, data)
+            if kind == "predict":
+                return outputs
+            for variables, values in zip(groups, new_state, strict=False):
+                for variable, value in zip(variables, values, strict=True):
+                    variable.assign(value)
+            return outputs
 
-def module_tensors(x: Any) -> Sequence[Any]:
-    return ()
-
-
-def stored_tensors(variable: Any) -> Sequence[Any]:
-    return ()
-
-
-def gradient_restorers(variable: Any) -> list[Callable[[], None]]:
-    return []
-
-
-def preserve_generators() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-def seed(number: int) -> None:
-    """Do nothing: JAX has no generator of the process."""
-
-
-def run_on_device(
-    strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
-) -> tuple[Any, list[Any]]:
-    device = connection.device_named(strategy.extended.worker_devices[0])
-    values = [
-        None if value is None else jax.device_put(value, device)
-        for value in map(_read_on_host, variables)
-    ]
-    mapping = [
-        pair for pair in zip(variables, values, strict=True) if pair[1] is not None
-    ]
-    with (
-        cross_replica_scope(None),
-        keras.device(device),
-        keras.StatelessScope(state_mapping=mapping) as scope,
-    ):
-        result = tree.map_structure(_on_host, fn())
-    after = (scope.get_current_value(variable) for variable in variables)
-    return result, [None if value is None else np.array(value) for value in after]
+        return step_on_replicas, step_on_device
 
 
 def _read_on_host(variable: Any) -> np.ndarray | None:
@@ -81,31 +82,3 @@ def _read_on_host(variable: Any) -> np.ndarray | None:
 
 def _on_host(x: Any) -> Any:
     return np.array(x) if keras.ops.is_tensor(x) else x
-
-
-def step_functions(
-    model: keras.Model, kind: str, strategy: Any
-) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    def step_on_replicas(batch):
-        if kind == "predict":
-            return model.predict_on_batch(batch[0])
-        call = model.train_on_batch if kind == "train" else model.test_on_batch
-        return call(*batch, return_dict=True)
-
-    def step_on_device(batch):
-        groups = [model.trainable_variables, model.non_trainable_variables]
-        if kind == "train":
-            groups.append(model.optimizer.variables)
-        if kind != "predict":
-            groups.append(model.metrics_variables)
-        state = tuple([v.value for v in variables] for variables in groups)
-        data = tree.map_structure(keras.ops.convert_to_tensor, batch)
-        outputs, new_state = getattr(model, f"{kind}_step")(state, data)
-        if kind == "predict":
-            return outputs
-        for variables, values in zip(groups, new_state, strict=False):
-            for variable, value in zip(variables, values, strict=True):
-                variable.assign(value)
-        return outputs
-
-    return step_on_replicas, step_on_device

@@ -24,8 +24,6 @@ from keras_strategy.values import DistributedValues, PerReplica
 
 
 class JaxWorkers(WorkerCollectives):
-    """Implementation of `core.collectives.WorkerCollectives` on JAX."""
-
     def __init__(self, cluster: Cluster, distribution: ReplicaDistribution):
         super().__init__(cluster)
         self._distribution = distribution
@@ -102,11 +100,10 @@ def _sum_fn(everywhere: Any) -> Any:
 
 
 class ShardedPerReplica(PerReplica):
-    """PerReplica value whose components are the shards of one global array.
+    """PerReplica value whose components are the shards of one global array."""
 
-    The array concatenates the replicas' tensors by rows, or stacks scalars. `total` is
-    the components' sum on every device, if a program returned it.
-    """
+    # The array concatenates the replicas' tensors by rows, or stacks scalars. `total`
+    # is the components' sum on every device, if a program returned it.
 
     def __init__(
         self,
@@ -142,14 +139,12 @@ class UnevenPerReplica(PerReplica):
 
 
 def shapes_and_dtypes(values: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
-    """Return the shapes and JAX dtypes of components."""
     return [
         (tuple(np.shape(value)), str(jax.dtypes.result_type(value))) for value in values
     ]
 
 
 def is_array(value: Any) -> bool:
-    """Return True if a component is a tensor or a number."""
     return isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
 
 

@@ -119,10 +119,8 @@ class Arguments:
 def flatten_arguments(
     args: tuple, kwargs: dict, distribution: ReplicaDistribution
 ) -> Arguments:
-    """Separate arrays, which are placed on the devices, from constants.
-
-    Raise `DifferentReplicas` if the components of a value differ.
-    """
+    """Separate arrays, which are placed on the devices, from constants."""
+    # Raise `DifferentReplicas` if the components of a value differ.
     if not kwargs:
         # Fast path for a dataset's values. The general path dominates a step's cost.
         leaves, arrays = [], []
@@ -265,7 +263,6 @@ class Function:
         self.written.add(id(self.seed))
 
     def add_program(self, program: "Program", key: Any, fn: Any) -> None:
-        """Cache a program, and evict the oldest one if there are too many."""
         self.programs[key] = program
         if len(self.programs) > MAX_PROGRAMS:
             self.programs.popitem(last=False)
@@ -289,8 +286,6 @@ jax.tree_util.register_pytree_node(
 
 @dataclass(eq=False)
 class Program:
-    """One compiled program and the variables that it passes."""
-
     name: str
     call: Callable[..., Any]
     written: list[Any]  # mirrored variables that it assigns

@@ -11,7 +11,7 @@ import jax
 import jax.extend.backend
 
 from keras_strategy.cluster.membership import Cluster
-from keras_strategy.options import CommunicationImplementation
+from keras_strategy.core.collectives import check_nccl
 
 _PORT = "the port of JAX's coordinator"
 # JAX's timeout ends the process. Our watchdog detects failures sooner and reports the
@@ -22,7 +22,6 @@ _SHUTDOWN_TIMEOUT_SECONDS = 7 * 24 * 3600
 
 
 def connect(cluster: Cluster) -> None:
-    """Connect this process to the other processes of a cluster, once."""
     if jax.distributed.is_initialized():
         rank, size = jax.process_index(), jax.process_count()
         if (rank, size) != (cluster.rank, cluster.size):
@@ -69,12 +68,7 @@ def connect(cluster: Cluster) -> None:
         cluster.client.on_leave(jax.distributed.shutdown)
     if cluster.is_local:
         _bind_gloo_to_loopback()
-    nccl = cluster.options.implementation is CommunicationImplementation.NCCL
-    if nccl and jax.default_backend() != "gpu":
-        raise ValueError(
-            "CommunicationImplementation.NCCL needs GPUs, but JAX's devices are of "
-            f"kind '{jax.default_backend()}'. Use AUTO or RING."
-        )
+    check_nccl(cluster, jax.default_backend() == "gpu", "JAX")
 
 
 @atexit.register
@@ -112,12 +106,7 @@ def _bind_gloo_to_loopback() -> None:
         make_collectives = _jax.make_gloo_tcp_collectives
 
         def make_client():
-            try:
-                loopback = make_collectives(
-                    distributed_client=client, hostname="127.0.0.1"
-                )
-            except TypeError:
-                return make_cpu_client()
+            loopback = make_collectives(distributed_client=client, hostname="127.0.0.1")
             return make_cpu_client(collectives=loopback)
 
         jax.extend.backend.register_backend_factory(
@@ -128,7 +117,6 @@ def _bind_gloo_to_loopback() -> None:
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """Return the canonical names of the local devices: of accelerators for None."""
     kind = (device_type or jax.default_backend()).lower()
     try:
         devices = jax.local_devices(backend=kind)
@@ -139,7 +127,6 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def tpu_coordinates() -> list[tuple[int, int, int, int]]:
-    """Return the mesh coordinates of the local TPU devices: x, y, z and core."""
     try:
         devices: list[Any] = jax.local_devices(backend="tpu")
     except RuntimeError:
@@ -159,13 +146,11 @@ def device_named(name: str, worker: int | None = None) -> Any:
 
 
 def name_of(device: Any) -> str:
-    """Return the canonical name of a local device."""
     kind = _kind_of(device)
     return f"{kind}:{jax.local_devices(backend=kind).index(device)}"
 
 
-def set_logical_devices(count: int) -> None:
-    """Split the CPU into `count` devices before JAX initializes its devices."""
+def set_logical_devices(device_type: str, count: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:

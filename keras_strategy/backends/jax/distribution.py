@@ -23,7 +23,7 @@ from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.connection import device_named
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core import context
-from keras_strategy.data.local_rows import LocalRows
+from keras_strategy.core.step_state import LocalRows
 from keras_strategy.devices import (
     LogicalDevices,
     ReplicaTopology,
@@ -31,11 +31,7 @@ from keras_strategy.devices import (
     prime_factors,
 )
 from keras_strategy.training.ownership import strategy_of_model
-from keras_strategy.training.sharding import (
-    VariableSharding,
-    layout_of_weight,
-    set_shard_spec,
-)
+from keras_strategy.training.sharding import VariableSharding, layout_of_weight
 from keras_strategy.training.variable_sync import is_sync_on_read
 
 logger = logging.getLogger("keras_strategy")
@@ -57,12 +53,11 @@ def in_program() -> bool:
 
 
 class ReplicaDistribution(keras.distribution.DataParallel):
-    """Keras distribution that shards batches and replicates variables.
+    """Keras distribution that shards batches and replicates variables."""
 
-    A batch that the devices do not divide is computed as a whole on each of them: the
-    result is the same, and no padding enters a mean. `home` is the device that holds
-    the variables between steps, unless every device does.
-    """
+    # A batch that the devices do not divide is computed as a whole on each of them: the
+    # result is the same, and no padding enters a mean. `home` is the device that holds
+    # the variables between steps, unless every device does.
 
     def __init__(
         self,
@@ -142,12 +137,11 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         axes = self._logical_axes(variable)
         # In addition, the replicas shard what `shard` names: shards of these parts.
         parts = [math.prod(self.mesh.shape[axis] for axis in dim) for dim in axes]
-        spec = self._variable_sharding.spec_for(variable, parts)
-        set_shard_spec(variable, spec)
+        spec = self._variable_sharding.set_spec(variable, parts)
         mesh, replica_axes = self.mesh, []
         if spec is not None and spec.dimension is not None:
             replica_axes = [(AXIS, spec.dimension)]
-        elif spec is not None and spec.num_shards > 1:
+        elif spec is not None:
             # The same devices in the same order, so one program can use both meshes.
             mesh = self.factors
             replica_axes = [(f"{AXIS}_{i}", d) for i, d in enumerate(spec.by_factors)]
@@ -190,17 +184,14 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         return jax.device_put(arrays, self.everywhere, may_alias=False)
 
     def to_home(self, arrays: Any) -> Any:
-        """Move a structure of arrays to the home device, if there is one."""
         if self.home is None or isinstance(arrays, Tracer):
             return arrays
         return jax.device_put(arrays, self.home)
 
     def place_batch(self, batch: Any, steps_in_front: bool = False) -> Any:
-        """Put a batch on the devices, split along the batch dimension if possible.
-
-        `batch` may be the `LocalRows` of this worker. With `steps_in_front`, its first
-        axis holds the steps that Keras executes at once, the second one the rows.
-        """
+        """Put a batch on the devices, split along the batch dimension if possible."""
+        # `batch` may be the `LocalRows` of this worker. With `steps_in_front`, its
+        # first axis holds the steps that Keras executes at once, the second the rows.
         if isinstance(batch, LocalRows):
             return keras.tree.map_structure(
                 functools.partial(self._global_rows, rows=batch), batch.batch
@@ -361,11 +352,9 @@ def _axes_of(dim: Any, prefix: str = "") -> tuple[str, ...]:
 
 
 def put(value: Any, sharding: Any) -> Any:
-    """Put a value that every worker holds on devices, like `jax.device_put`.
-
-    JAX would first compare the value between the workers, by one collective per value,
-    and it rejects arrays that already are on the devices of all workers.
-    """
+    """Put a value that every worker holds on devices, like `jax.device_put`."""
+    # JAX would first compare the value between the workers, by one collective per
+    # value, and it rejects arrays that already are on the devices of all workers.
     if isinstance(value, Tracer) or sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array):

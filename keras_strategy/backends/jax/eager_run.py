@@ -28,7 +28,9 @@ from keras_strategy.backends.jax.state import (
 )
 from keras_strategy.backends.threads.patches import (
     ReplicaScope,
-    ThreadState,
+    Settings,
+    applied_settings,
+    copy_settings,
     keep_global_seed_generator,
 )
 from keras_strategy.backends.threads.pool import ReplicaThreads, TurnScheduler
@@ -39,12 +41,12 @@ from keras_strategy.core.per_replica_attributes import (
     ReplicaAttributes,
 )
 from keras_strategy.core.protocols import Strategy
-from keras_strategy.core.step_state import StepState, draw_alone, row_ranges
+from keras_strategy.core.step_state import StepState, row_ranges
 from keras_strategy.core.variable_components import unwrap_variables
 from keras_strategy.keras_patches.variables_optimizers import adopt, stored_dtype
 from keras_strategy.training.ownership import check_sync_on_read_owner
 from keras_strategy.training.random import BatchDimCache
-from keras_strategy.training.reduction import cast_for_sum, check_same_dtype
+from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.row_weights import apply_row_weight
 from keras_strategy.training.train_step import find_batch_rows, traced_run_state
 from keras_strategy.training.variable_sync import is_sync_on_read
@@ -52,8 +54,6 @@ from keras_strategy.values import ReduceOp, is_numeric_array, regroup, select_re
 
 
 class ThreadScope(ReplicaScope):
-    """Scope with one replica's values of variables."""
-
     replica: "EagerReplica"
 
     def __init__(self, replica: "EagerReplica", initial_values: dict[int, tuple]):
@@ -80,8 +80,6 @@ class ThreadScope(ReplicaScope):
 
 
 class EagerReplica(ThreadReplica):
-    """Implementation of `core.protocols.Replica` for a thread."""
-
     def __init__(
         self,
         strategy: Strategy,
@@ -91,11 +89,11 @@ class EagerReplica(ThreadReplica):
         attributes: ReplicaAttributes,
         initial_values: dict[int, tuple],
     ):
-        super().__init__(strategy, index, distribution.topology, turns, attributes)
+        topology, workers = distribution.topology, distribution.workers
+        super().__init__(strategy, index, topology, workers, turns, attributes)
         self.device = distribution.devices[index]
         self.scope: ThreadScope = ThreadScope(self, initial_values)
         self._distribution = distribution
-        self._workers = distribution.workers
 
     def read_components(self, variable: Any) -> tuple[jax.Array, ...]:
         """Return the local replicas' values of a variable at the start of the run."""
@@ -105,9 +103,9 @@ class EagerReplica(ThreadReplica):
         return read_components(variable, self._distribution)
 
     def call(
-        self, fn: Callable[..., Any], args: tuple, kwargs: dict, state: ThreadState
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, settings: Settings
     ) -> Any:
-        """Call a function on this replica, with the Keras settings of `state`."""
+        """Call a function on this replica, with the Keras settings of its caller."""
 
         def place(leaf):
             if isinstance(leaf, jax.Array) or is_numeric_array(leaf):
@@ -116,7 +114,7 @@ class EagerReplica(ThreadReplica):
 
         replicas = len(self._distribution.devices)
         with (
-            state.applied(),
+            applied_settings(settings),
             jax.default_device(self.device),
             context.replica_scope(self.context),
             self.scope,
@@ -137,11 +135,6 @@ class EagerReplica(ThreadReplica):
         for other in others:
             first = first + jax.device_put(other, first.sharding)
         return first
-
-    def sum_over_workers(self, name: str, tensor: Any) -> jax.Array:
-        if self._workers is None:
-            return tensor
-        return self._workers.sum_all(name, [tensor])[0]
 
     def exchange(
         self, name: str, value: Any, combine: Callable[[list[Any]], Any]
@@ -167,17 +160,9 @@ class EagerReplica(ThreadReplica):
         return total
 
     def all_gather(self, value: Any, axis: int) -> jax.Array:
-        def combine(tensors):
-            result, sizes = _concatenate(tensors, axis)
-            if self._workers is None:
-                return result, sizes
-            result, _ = self._workers.gather("all_gather", result, axis)
-            sizes, _ = self._workers.gather("all_gather", np.array(sizes), 0)
-            return result, np.asarray(sizes)
-
         def gather(x):
-            result, sizes = self.exchange("all_gather", x, combine)
-            return self.here(result), sizes
+            result, sizes = self.gather(x, axis)
+            return self.here(result), np.array(sizes)
 
         def backward(sizes, gradient):
             total = self.total("gradient of all_gather", gradient)
@@ -208,15 +193,14 @@ class EagerReplica(ThreadReplica):
                     f"replica. Received these shapes, by replica: {shapes}."
                 )
             totals = [self.add(ts) for ts in zip(*replicas, strict=True)]
-            if self._workers is None:
+            if self.workers is None:
                 return totals
-            return self._workers.sum_all("optimizer.apply", totals)
+            return self.workers.sum_all(self.step.reduction, totals)
 
-        totals = self.exchange("optimizer.apply", tensors, combine)
+        totals = self.exchange(self.step.reduction, tensors, combine)
         return [self.here(t) for t in totals]
 
-    draw_once = staticmethod(draw_alone)
-    write = staticmethod(keras_state.write)
+    write: Any = staticmethod(keras_state.write)
 
 
 def _call_with_gradient(
@@ -236,23 +220,7 @@ def _call_with_gradient(
     return call(value)
 
 
-def _concatenate(tensors: Sequence[Any], axis: int) -> tuple[jax.Array, list[int]]:
-    check_same_dtype(tensors)
-    device = tensors[0].sharding
-    try:
-        result = jnp.concatenate([jax.device_put(t, device) for t in tensors], axis)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            "`all_gather` needs values of rank 1 or more whose dimensions other than "
-            f"axis={axis} are equal. Received these shapes, by replica: "
-            f"{[tuple(t.shape) for t in tensors]}."
-        ) from error
-    return result, [t.shape[axis] for t in tensors]
-
-
 class EagerRunner:
-    """Runner that calls functions on the replicas of one group in turns."""
-
     def __init__(self, strategy: Strategy, distribution: ReplicaDistribution):
         self._strategy = strategy
         self._distribution = distribution
@@ -281,12 +249,12 @@ class EagerRunner:
                     replica.step = traced_run_state(
                         fn, (args, kwargs), rows[i], i, draws
                     )
-            state = ThreadState.capture()
+            settings = copy_settings()
             try:
                 outputs = self._threads.call(
                     turns,
                     [
-                        functools.partial(replica.call, fn, args, kwargs, state)
+                        functools.partial(replica.call, fn, args, kwargs, settings)
                         for replica in replicas
                     ],
                 )

@@ -11,9 +11,12 @@ import keras
 from jax.core import Tracer
 from keras import tree
 
-from keras_strategy.backends.jax import connection
+from keras_strategy.backends.jax import connection, patches, patches_data
 from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.distribution import in_program
+from keras_strategy.backends.jax.group import JaxReplicaGroup
+from keras_strategy.backends.threads import patches as thread_patches
+from keras_strategy.backends.threads import patches_sharded_update
 from keras_strategy.backends.threads.patches import current_stateless_scope
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.context import DryRun
@@ -44,28 +47,17 @@ _protocol.__array__ = raise_not_a_tensor
 
 
 class JaxEngine(Engine):
-    """Implementation of `core.protocols.Engine`."""
-
-    # The inherited methods return None: JAX supports what they would reject, and lacks
-    # what they would return.
     name = "jax"
-    is_tensor = staticmethod(keras.ops.is_tensor)
-
-    def list_devices(self, device_type: str | None = None) -> list[str]:
-        return connection.list_devices(device_type)
-
-    def tpu_coordinates(self) -> list[tuple[int, int, int, int]]:
-        return connection.tpu_coordinates()
-
-    def set_logical_devices(self, device_type: str, count: int) -> None:
-        connection.set_logical_devices(count)
+    is_tensor: Any = staticmethod(keras.ops.is_tensor)
+    static_int: Any = staticmethod(int)
+    is_tracing: Any = staticmethod(in_program)
+    list_devices: Any = staticmethod(connection.list_devices)
+    tpu_coordinates: Any = staticmethod(connection.tpu_coordinates)
+    set_logical_devices: Any = staticmethod(connection.set_logical_devices)
 
     def device_scope(self, device: str) -> AbstractContextManager[Any]:
         # Given a name, Keras would take a device of the first process.
         return keras.device(connection.device_named(device))
-
-    def static_int(self, value: Any) -> int:
-        return int(value)
 
     def ones(self, shape: Sequence[Any], like: Any, order: None) -> Any:
         return jnp.ones(shape, like.dtype)
@@ -84,12 +76,6 @@ class JaxEngine(Engine):
             jax.eval_shape(traced)  # shapes are enough
         return result
 
-    @property
-    def audit(self) -> ModuleType:
-        from keras_strategy.backends.jax import audit
-
-        return audit
-
     def copy_to(self, value: Any, device: str) -> Any:
         target = connection.device_named(device)
         if isinstance(value, Tracer):
@@ -106,9 +92,6 @@ class JaxEngine(Engine):
         if isinstance(tensor, Tracer):
             return None
         return connection.name_of(next(iter(jnp.asarray(tensor).devices())))
-
-    def is_tracing(self) -> bool:
-        return in_program()
 
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
@@ -151,33 +134,13 @@ class JaxEngine(Engine):
         return value_and_gradients
 
     def patch_modules(self) -> Sequence[ModuleType]:
-        # Imported late, here and below: these modules import this package.
-        from keras_strategy.backends.jax import patches, patches_data
-        from keras_strategy.backends.threads import patches as thread_patches
-        from keras_strategy.backends.threads import patches_sharded_update
-
         # The patches of threads come last, so that they run before ours.
         return [patches, patches_data, thread_patches, patches_sharded_update]
 
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         return keras.distribution.DataParallel(devices=list(devices))
 
-    def count_operations(
-        self, train: Callable[[int], None], steps: int
-    ) -> tuple[int, int, int, int]:
-        from keras_strategy.backends.jax import profiling
-
-        return profiling.count_operations(train, steps)
-
-    def compute_and_comm_fractions(
-        self, train: Callable[[int], None], steps: int
-    ) -> tuple[float, float] | None:
-        from keras_strategy.backends.jax import profiling
-
-        return profiling.compute_and_comm_fractions(train, steps)
-
-    def connect(self, cluster: Cluster) -> None:
-        connection.connect(cluster)
+    connect: Any = staticmethod(connection.connect)
 
     def create_group(
         self,
@@ -186,8 +149,6 @@ class JaxEngine(Engine):
         cross_device_ops: CrossDeviceOps | None,
         cluster: Cluster | None,
     ) -> Any:
-        from keras_strategy.backends.jax.group import JaxReplicaGroup
-
         if cross_device_ops is not None:
             cross_device_ops.log_no_effect("jax")
         return JaxReplicaGroup(strategy, devices, cluster)

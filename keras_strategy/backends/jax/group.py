@@ -45,30 +45,20 @@ from keras_strategy.backends.threads.patches import MergedScope, current_statele
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.per_replica_attributes import setattr_hooks
 from keras_strategy.core.protocols import Strategy
-from keras_strategy.core.registry import get_engine
 from keras_strategy.core.variable_components import (
+    ComponentGroup,
     VariableComponent,
     unwrap_variables,
-    update_components,
 )
-from keras_strategy.data.local_rows import EvenRows
+from keras_strategy.data.distributed_dataset import EvenRows
 from keras_strategy.devices import LogicalDevices
 from keras_strategy.options import RunOptions
-from keras_strategy.training import ownership
-from keras_strategy.training.reduction import (
-    axes_to_reduce,
-    cast_for_sum,
-    check_same_dtype,
-    normalize_axes,
-    num_entries,
-)
+from keras_strategy.training import ownership, reduction
 from keras_strategy.training.train_step import differing_rows_error
 from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
 
 
-class JaxReplicaGroup:
-    """Implementation of `core.protocols.ReplicaGroup`."""
-
+class JaxReplicaGroup(ComponentGroup):
     def __init__(
         self, strategy: Strategy, devices: tuple[str, ...], cluster: Cluster | None
     ):
@@ -96,22 +86,14 @@ class JaxReplicaGroup:
             keras_state.set_layout(variable, layout)
         ownership.broadcast_from_chief(self._strategy, variables)
 
-    def sync_initial_values(self, variables: Sequence[Any]) -> int:
-        if self.workers is None or not variables:
-            return len(variables)
+    def initial_value(self, variable: Any) -> np.ndarray:
+        array = keras_state.array_of(variable)
         # Sharded variables received the chief's value when they were created.
-        arrays = [
-            np.asarray(array) if array.is_fully_replicated else np.zeros(0)
-            for array in keras_state.arrays_of(variables)
-        ]
-        chiefs = self.workers.broadcast_if_different(
-            "the first values of variables", arrays
-        )
-        for variable, value in zip(variables, chiefs, strict=False):
-            if value is not None:
-                array = put(value, self.distribution.everywhere)
-                keras_state.set_arrays([variable], [array])
-        return len(chiefs)
+        return np.asarray(array) if array.is_fully_replicated else np.zeros(0)
+
+    def set_initial_value(self, variable: Any, value: Any) -> None:
+        array = put(value, self.distribution.everywhere)
+        keras_state.set_arrays([variable], [array])
 
     @contextlib.contextmanager
     def trainer_scope(
@@ -143,9 +125,6 @@ class JaxReplicaGroup:
                 raise differing_rows_error(shapes) from error
             raise
 
-    def check_cross_replica_apply(self) -> None:
-        pass
-
     def components(self, variable: Any) -> tuple[Any, ...]:
         if in_program():
             return self.per_replica_value(variable).values
@@ -166,7 +145,7 @@ class JaxReplicaGroup:
     def per_replica_value(self, variable: Any) -> PerReplica:
         if in_program():
             return TracedPerReplica(component_of(variable))
-        return PerReplica(self.components(variable))
+        return super().per_replica_value(variable)
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
         # Copied: a value may be a shard of another variable, which the next step
@@ -187,7 +166,7 @@ class JaxReplicaGroup:
         self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
         if not in_program():
-            return update_components(self, variable, fn, args, kwargs)
+            return super().update(variable, fn, args, kwargs)
         # One trace serves all replicas: its component stands for all.
         components: dict[int, VariableComponent] = {}
 
@@ -213,9 +192,7 @@ class JaxReplicaGroup:
 
     def mirror(self, value: Any) -> Mirrored:
         value = keras.ops.convert_to_tensor(value)
-        if in_program():
-            return TracedMirrored(value)
-        return Mirrored([get_engine().copy_to(value, name) for name in self.devices])
+        return TracedMirrored(value) if in_program() else super().mirror(value)
 
     def run(
         self,
@@ -243,8 +220,8 @@ class JaxReplicaGroup:
         distribution, workers = self.distribution, self.workers
         is_mean = reduce_op is ReduceOp.MEAN
         if isinstance(value, Traced):  # in a `merge_call` of the replicas' program
-            component = cast_for_sum(value.component)
-            axes = normalize_axes(axis, [tuple(component.shape)])
+            component = reduction.cast_for_sum(value.component)
+            axes = reduction.normalize_axes(axis, [tuple(component.shape)])
             if axes:
                 component = (jnp.mean if is_mean else jnp.sum)(component, axis=axes)
             return (jax.lax.pmean if is_mean else jax.lax.psum)(component, AXIS)
@@ -262,11 +239,11 @@ class JaxReplicaGroup:
                 f"of {', '.join(types)}: {value!r}"
             )
         shapes = [tuple(np.shape(component)) for component in values]
-        axes = axes_to_reduce(axis, shapes)
-        count = sum(num_entries(shape, axes) for shape in shapes)
+        axes = reduction.axes_to_reduce(axis, shapes)
+        count = sum(reduction.num_entries(shape, axes) for shape in shapes)
         # Each replica reduces its own tensor first, so little data crosses devices.
-        values = [cast_for_sum(component) for component in values]
-        check_same_dtype(values)
+        values = [reduction.cast_for_sum(component) for component in values]
+        reduction.check_same_dtype(values)
         parts = [jnp.sum(v, axis=axes) if axes else v for v in values]
         if workers is not None:
             first = distribution.devices[0]
@@ -289,14 +266,14 @@ class JaxReplicaGroup:
         replicas = self.distribution.replicas
         rows, *others = value.array.shape
         shape = () if value.scalars else (rows // replicas, *others)
-        axes = normalize_axes(axis, [shape] * replicas)
+        axes = reduction.normalize_axes(axis, [shape] * replicas)
         if value.total is not None:
             return value.total / replicas if is_mean else value.total
         everywhere = self.distribution.everywhere
         return _reduce_fn(is_mean, (replicas, *shape), axes, everywhere)(value.array)
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
-        normalize_axes(axis, [tuple(np.shape(value)) for value in values])
+        reduction.normalize_axes(axis, [tuple(np.shape(value)) for value in values])
         first = self.distribution.devices[0]
         result = jnp.concatenate([jax.device_put(v, first) for v in values], axis=axis)
         if self.workers is not None:
@@ -352,10 +329,10 @@ def _reduce_fn(
     is_mean: bool, shape: tuple[int, ...], axes: tuple[int, ...], everywhere: Any
 ) -> Any:
     """Return the program that reduces components; `shape` starts with their number."""
-    count = shape[0] * num_entries(shape[1:], axes)
+    count = shape[0] * reduction.num_entries(shape[1:], axes)
 
     def reduce(array):
-        parts = cast_for_sum(jnp.reshape(array, shape))
+        parts = reduction.cast_for_sum(jnp.reshape(array, shape))
         # Reduce within each replica first, so little data crosses devices.
         if axes:
             parts = jnp.sum(parts, axis=tuple(1 + i for i in axes))

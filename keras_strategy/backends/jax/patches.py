@@ -76,10 +76,8 @@ _STATE_SHARDING_METHODS = tuple(
 
 @model_hook(_STATE_SHARDING_METHODS, "(self)", when=home_distribution)
 def _state_sharding(original, distribution, self):
-    """Report shardings on all devices for variables that one device holds.
-
-    Keras compiles the step for the shardings that it finds before the step.
-    """
+    """Report shardings on all devices for variables that one device holds."""
+    # Keras compiles the step for the shardings that it finds before the step.
     variables = [v for v in _all_variables(self) if keras_state.array_of(v) is not None]
     arrays = keras_state.arrays_of(variables)
     keras_state.set_arrays(variables, distribution.from_home(arrays))
@@ -109,15 +107,10 @@ def _wrapping_distribution(model: Any) -> Any:
 def _get_jax_state(
     original, distribution, self, purge_model_variables=False, **included
 ):
-    """Copy arrays that two variables share, because a step donates each array.
-
-    After a fit with `use_ema`, weights and their moving averages share arrays. JAX
-    cannot donate an array twice (on several devices it crashes), and a variable outside
-    of the step would be left with a deleted array.
-
-    Also record the state that Keras takes out of the variables: Keras loses it if the
-    first step fails.
-    """
+    """Copy arrays that two variables share, because a step donates each array."""
+    # After a fit with `use_ema`, weights and their moving averages share arrays. JAX
+    # cannot donate an array twice (on several devices it crashes), and a variable
+    # outside of the step would be left with a deleted array.
     if included.get("optimizer_variables"):
         distribution.on_training()
     seen: dict[int, Any] = {}
@@ -126,7 +119,7 @@ def _get_jax_state(
         if other is not variable and variable._value is not None:
             variable._value = jnp.copy(variable._value)
     state = original(self, purge_model_variables=purge_model_variables, **included)
-    if purge_model_variables:
+    if purge_model_variables:  # Keras would lose the state if the first step fails
         names = (name for name, is_included in included.items() if is_included)
         self._jax_state = dict(zip(names, state, strict=True))
     return state
@@ -138,12 +131,10 @@ def _get_jax_state(
     when=_wrapping_distribution,
 )
 def _make_function(original, distribution, self, force=False):
-    """Wrap the step function for several workers or a home device.
-
-    Workers report where they wait, and the outputs are replicated on all workers, since
-    Keras or a callback reads them. Variables on a home device are copied to all devices
-    and back.
-    """
+    """Wrap the step function for several workers or a home device."""
+    # Workers report where they wait, and the outputs are replicated on all workers,
+    # since Keras or a callback reads them. Variables on a home device are copied to all
+    # devices and back.
     kind = original.__name__.split("_")[1]
     before = getattr(self, f"{kind}_function")
     result = original(self, force)
@@ -203,11 +194,9 @@ def _get_metrics_result_or_logs(original, distribution, self, logs):
 
 @hook(keras.Model, "__call__", "(self, *args, **kwargs)")
 def _call(original, self, *args, **kwargs):
-    """Move inputs that are committed to other devices to the model's devices.
-
-    JAX cannot compute with arrays that are committed to different sets of devices, such
-    as a component of a PerReplica value and a mirrored variable.
-    """
+    """Move inputs that are committed to other devices to the model's devices."""
+    # JAX cannot compute with arrays that are committed to different sets of devices,
+    # such as a component of a PerReplica value and a mirrored variable.
     distribution = strategy_distribution(vars(self).get("_ks_strategy"))
     if distribution is not None and distributed_replica() is None:
         args, kwargs = tree.map_structure(distribution.move_committed, (args, kwargs))
@@ -216,12 +205,10 @@ def _call(original, self, *args, **kwargs):
 
 @hook(jax_distribution_lib, "distribute_tensor", "(tensor, layout)")
 def _distribute_tensor(original, tensor, layout):
-    """Put a variable's value on the devices of all processes.
-
-    `jax.device_put` first compares the processes' values, by a collective, and rejects
-    values that already are on all their devices. Its result may share memory with the
-    input, which a step that receives either of them would donate.
-    """
+    """Put a variable's value on the devices of all processes."""
+    # `jax.device_put` first compares the processes' values, by a collective, and
+    # rejects values that already are on all their devices. Its result may share memory
+    # with the input, which a step that receives either of them would donate.
     sharding = getattr(layout, "backend_layout", layout)
     # Also applies outside of the scope, where a variable may be assigned.
     is_ours = _is_strategy_sharding(sharding)
@@ -256,7 +243,7 @@ def _initialize(original, strategy, self, value):
     """Use the chief's initial value on every worker."""
     original(self, value)
     if not isinstance(self._value, Tracer):
-        ownership.register_initial_value(strategy, self)
+        ownership.pending_values.append((strategy, self))
 
 
 @hook(
@@ -266,11 +253,9 @@ def _initialize(original, strategy, self, value):
     when=in_scope_of_workers,
 )
 def _initialize_with_initializer(original, strategy, self, initializer):
-    """Use the chief's initial value of a very large variable, too.
-
-    Keras makes each process draw its shards with its own seed. An initializer with an
-    argument `layout` is called as Keras does.
-    """
+    """Use the chief's initial value of a very large variable, too."""
+    # Keras makes each process draw its shards with its own seed. An initializer with an
+    # argument `layout` is called as Keras does.
     if "layout" in inspect.signature(initializer).parameters:
         original(self, initializer)
         return
@@ -280,10 +265,8 @@ def _initialize_with_initializer(original, strategy, self, initializer):
 
 @hook(keras.Variable, "value", None)
 def _value(original, self):
-    """Do not donate an array after it was read, because the reader may keep it.
-
-    Also broadcast pending initial values before the first read.
-    """
+    """Do not donate an array after it was read, because the reader may keep it."""
+    # Also broadcast pending initial values before the first read.
     if ownership.pending_values and current_stateless_scope() is None:
         ownership.broadcast_pending_values()
     forbid_donation(self)
@@ -304,11 +287,9 @@ def _reduce_ex(original, self, protocol):
     when=in_replica,
 )
 def _common_apply(original, replica, self, grads, trainable_variables=None):
-    """Call `stateless_apply` in `run`, as Keras's trainer does.
-
-    Keras's code would assign variables inside of a `lax.cond`, which JAX forbids. The
-    gradients are already summed here.
-    """
+    """Call `stateless_apply` in `run`, as Keras's trainer does."""
+    # Keras's code would assign variables inside of a `lax.cond`, which JAX forbids. The
+    # gradients are already summed here.
     trainable = list(trainable_variables or self._trainable_variables)
     values, states = self.stateless_apply(
         [v.value for v in self.variables], list(grads), [v.value for v in trainable]
@@ -320,12 +301,10 @@ def _common_apply(original, replica, self, grads, trainable_variables=None):
 
 @hook(keras_seeds, "global_seed_generator", "()", when=current_distribution)
 def _global_seed_generator(original, distribution):
-    """Create the global seed generator outside of the strategy.
-
-    In the scope it would be placed on the strategy's devices, where every other model
-    would find it. Keras refuses to use it inside of a trace, where its state would
-    become a constant; `run` passes it to the program like any variable.
-    """
+    """Create the global seed generator outside of the strategy."""
+    # In the scope it would be placed on the strategy's devices, where every other model
+    # would find it. Keras refuses to use it inside of a trace, where its state would
+    # become a constant; `run` passes it to the program like any variable.
     if distributed_replica() is not None:
         generator = global_generator()
         if generator is None:
@@ -366,10 +345,8 @@ def _variable_sharding_distribution(variable: Any) -> Any:
     when=_slot_sharding_distribution,
 )
 def _add_variable(original, distribution, self, *args, **kwargs):
-    """Shard optimizer slots when they are created.
-
-    No device ever holds a whole slot. Keras would give it the layout of its weight.
-    """
+    """Shard optimizer slots when they are created."""
+    # No device ever holds a whole slot. Keras would give it the layout of its weight.
     with creating_slots(kwargs.pop("layout", None)):
         variable = original(self, *args, **kwargs)
     mark_as_slot(variable)
@@ -383,10 +360,8 @@ def _add_variable(original, distribution, self, *args, **kwargs):
     when=_variable_sharding_distribution,
 )
 def _array(original, distribution, self, dtype=None, copy=None):
-    """Gather a variable that several workers shard, when it is saved or read.
-
-    A collective, unless each worker holds all shards.
-    """
+    """Gather a variable that several workers shard, when it is saved or read."""
+    # A collective, unless each worker holds all shards.
     override = overridden_value(self)
     if override is not None:
         return np.array(override, dtype)
@@ -395,8 +370,6 @@ def _array(original, distribution, self, dtype=None, copy=None):
 
 
 class _ShardsScope(ShardedUpdateScope):
-    """Scope in which an optimizer updates one replica's shards."""
-
     def __init__(
         self,
         shards: LocalShards,
@@ -443,11 +416,9 @@ def _updated_shards(optimizer: Any) -> LocalShards | None:
     when=_updated_shards,
 )
 def _apply_gradients(original, shards, self, grads, trainable_variables):
-    """Update only this replica's shard of the weights in `run`, with Keras's code.
-
-    This needs only the local shards of the summed gradients and of the optimizer slots.
-    Optimizers that are not elementwise update whole variables.
-    """
+    """Update only this replica's shard of the weights in `run`, with Keras's code."""
+    # This needs only the local shards of the summed gradients and of the optimizer
+    # slots. Optimizers that are not elementwise update whole variables.
     weights = [v for v in self._trainable_variables if not v.overwrite_with_gradient]
     dims, variables = {}, []
     for variable in (*weights, *self.variables):

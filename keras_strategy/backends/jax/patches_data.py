@@ -14,16 +14,14 @@ from keras_strategy.backends.jax.distribution import (
     current_distribution,
     put,
 )
-from keras_strategy.data.local_rows import LocalRows
-from keras_strategy.data.worker_batches import SynchronizedBatches
+from keras_strategy.core.step_state import LocalRows
 from keras_strategy.errors import WorkerInputError
 from keras_strategy.keras_patches.data_adapters import (
-    array_batch_counts,
     has_local_batches,
     join_batches,
-    prefetch_pauses,
     read_ahead,
     read_local_rows,
+    synchronize,
 )
 from keras_strategy.keras_patches.patch import find_module, hook
 
@@ -126,16 +124,14 @@ if hasattr(jax_trainer.JAXEpochIterator, "_get_distributed_iterator"):
         when=current_distribution,
     )
     def _get_distributed_iterator(original, ours, self, distribution):
-        """Compute a layout for every batch.
-
-        Keras uses that of the first batch, which a smaller last batch may not fit.
-        """
+        """Compute a layout for every batch."""
+        # Keras uses that of the first batch, which a smaller last batch may not fit.
         if has_local_batches(self):
             return _global_batches(self, ours)
         batches = _local_row_batches(self.data_adapter, ours)
         batches = batches or self.data_adapter.get_jax_iterator()
         if ours.cluster is not None:
-            batches = _until_any_ends(read_ahead(self, batches), self, ours)
+            batches = synchronize(self, read_ahead(self, batches), ours.cluster)
         placed = map(ours.place_batch, ours.warn_uneven(batches))
         prefetched = placed if ours.cluster is not None else read_ahead(self, placed)
         if prefetched is not placed or jax.default_backend() == "cpu":
@@ -152,11 +148,9 @@ else:
         when=current_distribution,
     )
     def _get_iterator(original, ours, self):
-        """Warn about batches that cannot be split evenly.
-
-        These Keras versions compute a layout for every batch. They stack the batches of
-        `steps_per_execution` steps along a new first axis.
-        """
+        """Warn about batches that cannot be split evenly."""
+        # These Keras versions compute a layout for every batch. They stack the batches
+        # of `steps_per_execution` steps along a new first axis.
         if has_local_batches(self):
             if self.steps_per_execution > 1:
                 raise NotImplementedError(
@@ -165,7 +159,9 @@ else:
                     f"steps_per_execution={self.steps_per_execution}"
                 )
             return _global_batches(self, ours)
-        batches = _until_any_ends(original(self), self, ours)
+        batches = original(self)
+        if ours.cluster is not None:
+            batches = synchronize(self, batches, ours.cluster)
         return ours.warn_uneven(batches, self.steps_per_execution > 1)
 
 
@@ -180,7 +176,6 @@ def _prefetch_one(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _local_row_batches(adapter: Any, distribution: Any) -> Any:
-    """Return batches of only this worker's rows, or None."""
     if distribution.cluster is None or distribution.replicas == 1:
         return None
     local, replicas = distribution.topology.local_replicas, distribution.replicas
@@ -196,19 +191,7 @@ def _local_row_batches(adapter: Any, distribution: Any) -> Any:
     )
 
 
-def _until_any_ends(batches: Any, iterator: Any, distribution: Any) -> Any:
-    """Yield the batches until one of the workers has no more."""
-    if distribution.cluster is None:
-        return batches
-    counts = array_batch_counts(iterator.data_adapter)
-    pauses = prefetch_pauses(iterator, batches)
-    return SynchronizedBatches(
-        batches, distribution.cluster, counts, pauses, warn_full_reads=True
-    )
-
-
 def _global_batches(iterator: Any, distribution: Any) -> GlobalBatches:
-    """Return the global batches of the workers' local rows."""
     batches = join_batches(
         iterator,
         read_ahead(iterator, iterator.data_adapter.get_jax_iterator()),

@@ -47,12 +47,10 @@ array_of = stored_value
 
 
 def arrays_of(variables: Iterable[Any]) -> list[Any]:
-    """Return the arrays of variables."""
     return list(map(array_of, variables))
 
 
 def set_arrays(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
-    """Set the arrays of variables."""
     for variable, array in zip(variables, arrays, strict=True):
         variable._value = array
 
@@ -70,18 +68,15 @@ def sharding_of(variable: Any) -> Any:
 
 
 def global_seed() -> Any:
-    """Return the state variable of Keras's global seed generator, or None."""
     generator = global_generator()
     return None if generator is None else generator.state
 
 
 def ensure_global_seed() -> Any:
-    """Return the global seed's state variable; create it if necessary."""
     return keras_seeds.global_seed_generator().state
 
 
 def is_global_seed(variable: Any) -> bool:
-    """Return True if a variable is the global seed generator's state."""
     return variable is global_seed()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from keras_strategy.training import reduction
+from keras_strategy.training.reduction import compute_and_comm_fractions
 
 # An asynchronous collective is counted at its start. A collective that XLA did not
 # combine with others keeps JAX's name.
@@ -28,10 +28,7 @@ _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _compilations = 0
 
 
-def count_operations(
-    train: Callable[[int], None], steps: int
-) -> tuple[int, int, int, int]:
-    """Implement `Engine.count_operations`."""
+def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
     counts = _count(train, steps)
     if counts is None:
         # Again without the programs of other models. A program from the disk cache has
@@ -96,9 +93,7 @@ def _count(
     return collectives, num_bytes, compilations, transfers + splits * len(devices)
 
 
-def compute_and_comm_fractions(
-    train: Callable[[int], None], steps: int
-) -> tuple[float, float] | None:
+def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | None:
     """Implement `Engine.compute_and_comm_fractions` for this process's first device."""
     events = [
         (stats["device_ordinal"], stats["hlo_op"], span)
@@ -106,7 +101,7 @@ def compute_and_comm_fractions(
         if "hlo_op" in stats
     ]
     first = min((device for device, *_ in events), default=0)
-    return reduction.compute_and_comm_fractions(
+    return compute_and_comm_fractions(
         (*span, bool(_COLLECTIVE.match(name)))
         for device, name, span in events
         if device == first

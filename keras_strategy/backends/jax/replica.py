@@ -20,15 +20,15 @@ from keras_strategy.backends.threads.patches import (
 )
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import set_on_all_replicas
-from keras_strategy.core.protocols import Strategy
-from keras_strategy.core.step_state import StepState, draw_alone
+from keras_strategy.core.protocols import Replica, Strategy
+from keras_strategy.core.step_state import StepState
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.row_weights import apply_row_weight
 from keras_strategy.training.variable_sync import is_sync_on_read, split_assigned_value
 from keras_strategy.values import DistributedValues, Mirrored, PerReplica, ReduceOp
 
 
-class JaxReplica:
+class JaxReplica(Replica):
     """Implementation of `core.protocols.Replica` for all replicas of a program."""
 
     def __init__(
@@ -89,8 +89,7 @@ class JaxReplica:
             return self.shards.all_reduce(tensors)
         return jax.lax.psum(tensors, AXIS)
 
-    draw_once = staticmethod(draw_alone)
-    write = staticmethod(keras_state.write)
+    write: Any = staticmethod(keras_state.write)
 
 
 class TracedMergedScope(keras.StatelessScope):
@@ -129,7 +128,6 @@ def component_of(variable: Any) -> Any:
 
 
 def write_component(variable: Any, value: Any) -> None:
-    """Set the traced replica's value of a variable."""
     scope = current_stateless_scope()
     if isinstance(scope, TracedMergedScope):
         scope.replica_scope.add_update((variable, value))

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from keras import tree
 
 from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax import state
 from keras_strategy.backends.jax.collectives import ShardedPerReplica, UnevenPerReplica
 from keras_strategy.backends.jax.compile_cache import (
     Arguments,
@@ -31,18 +32,6 @@ from keras_strategy.backends.jax.compile_cache import (
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
 from keras_strategy.backends.jax.eager_run import EagerRunner
 from keras_strategy.backends.jax.replica import JaxReplica
-from keras_strategy.backends.jax.state import (
-    LocalShards,
-    aggregate,
-    discard_note,
-    donatable_arrays,
-    partition_specs,
-    readable_arrays,
-    replica_values,
-    set_program_outputs,
-    set_replica_values,
-    without_weak_type,
-)
 from keras_strategy.core import context
 from keras_strategy.core.context import ReplicaContext
 from keras_strategy.core.per_replica_attributes import discard_attribute_changes
@@ -94,7 +83,7 @@ def compile_program(
     batch_indices = [i for i, leaf in enumerate(leaves) if leaf.is_batch]
 
     def body(written_values, local_values, read_values, tensors):
-        shards = LocalShards(distribution.replicas)
+        shards = state.LocalShards(distribution.replicas)
         written_values = map(shards.gather, written_values, written_dims)
         read_values = map(shards.gather, read_values, read_dims)
         scope = RunScope(
@@ -156,7 +145,9 @@ def compile_program(
         structure = tree.map_structure(leaf, result)
 
         def new_values(variables):
-            return [without_weak_type(scope.state_mapping[id(v)]) for v in variables]
+            return [
+                state.without_weak_type(scope.state_mapping[id(v)]) for v in variables
+            ]
 
         local_values = new_values(local)
         return (
@@ -164,16 +155,16 @@ def compile_program(
             totals,
             list(map(shards.shard, new_values(written), written_dims)),
             [x[None] for x in local_values],
-            list(map(aggregate, local, local_values)),
+            list(map(state.aggregate, local, local_values)),
         )
 
     split, everywhere = PartitionSpec(AXIS), PartitionSpec()
-    written_specs = partition_specs(written_dims)
+    written_specs = state.partition_specs(written_dims)
     tensors = [split if leaf.split else everywhere for leaf in leaves]
     mapped = jax.shard_map(
         body,
         mesh=distribution.mesh,
-        in_specs=(written_specs, split, partition_specs(read_dims), tensors),
+        in_specs=(written_specs, split, state.partition_specs(read_dims), tensors),
         out_specs=(split, everywhere, written_specs, split, everywhere),
         axis_names={AXIS},
         # It would reject values that each replica writes, and change psum's gradient.
@@ -201,8 +192,6 @@ def compile_program(
 
 
 class Runner:
-    """Runner of functions on the replicas of one group."""
-
     # `run` and `_call` are all of the Python code of a cached step, so they make few
     # calls: tests/speed counts them.
 
@@ -223,7 +212,6 @@ class Runner:
         compiled: bool,
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
-        """Implement `ReplicaGroup.run`."""
         function = self._functions.get(fn, compiled)
         arguments = None
         if compiled:
@@ -359,7 +347,6 @@ class Runner:
         )
 
     def _call(self, program: Program, arrays: list[jax.Array]) -> Any:
-        """Call a program and return the function's outputs."""
         distribution = self._distribution
         if self._workers is None:
             with _dispatch_lock:
@@ -415,23 +402,23 @@ class Runner:
                 )
             raise
         if self._distribution.home is None:
-            set_program_outputs(program.written, values)
+            state.set_program_outputs(program.written, values)
         else:
             keras_state.set_arrays(program.written, self._distribution.to_home(values))
         if seed is not None:  # other strategies use it on their devices
             variable = program.written[seed]
             keras_state.release(variable, keras_state.array_of(variable))
         if local:
-            set_replica_values(program.local, aggregated, local)
+            state.set_replica_values(program.local, aggregated, local)
         return outputs, totals
 
     def _variable_arrays(self, program: Program) -> tuple[list, list, list]:
         """Return the arrays of the written, local and read variables."""
         distribution = self._distribution
         for variable in program.foreign:
-            discard_note(variable)  # its array may be on other devices
+            state.discard_note(variable)  # its array may be on other devices
         return (
-            donatable_arrays(program.written, distribution),
-            [replica_values(v, distribution) for v in program.local],
-            readable_arrays(program.read, distribution),
+            state.donatable_arrays(program.written, distribution),
+            [state.replica_values(v, distribution) for v in program.local],
+            state.readable_arrays(program.read, distribution),
         )

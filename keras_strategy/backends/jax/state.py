@@ -64,7 +64,6 @@ def forbid_donation(variable: Any) -> None:
 
 
 def discard_note(variable: Any) -> None:
-    """Remove the note of the variable."""
     vars(variable).pop(_NOTE, None)
 
 
@@ -97,7 +96,6 @@ def readable_arrays(
 
 
 def set_program_outputs(variables: Sequence[Any], arrays: Sequence[jax.Array]) -> None:
-    """Set variables to the arrays that a program created for them."""
     keras_state.set_arrays(variables, arrays)
     for note, array in zip(_array_notes(variables), arrays, strict=True):
         note.donatable = note.placed = weakref.ref(array)
@@ -112,7 +110,6 @@ def without_weak_type(array: Any) -> Any:
 
 
 def no_value_error(variable: Any) -> RuntimeError:
-    """Return the error for a variable that holds no array."""
     return RuntimeError(
         f"{unbuilt_variable_error(variable)} On JAX, Keras keeps the values of the "
         "model's variables outside of the variables during an epoch of `fit`, and "
@@ -197,7 +194,6 @@ def _stack_fn(split: Any, replicas: int) -> Any:
 
 
 def partition_specs(dims: Sequence[int | None]) -> list[PartitionSpec]:
-    """Return the PartitionSpecs of variables, given their sharded dimensions."""
     return [
         PartitionSpec() if d is None else PartitionSpec(*[None] * d, AXIS) for d in dims
     ]

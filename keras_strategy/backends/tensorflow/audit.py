@@ -1,6 +1,5 @@
 """Access to TensorFlow's state and to a model's steps, for `keras_strategy.audit`."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,91 +10,78 @@ import tensorflow as tf
 from keras_strategy.backends.tensorflow.connection import native_name
 from keras_strategy.backends.tensorflow.tensors import rows_of_tensor, slice_rows
 from keras_strategy.backends.tensorflow.training import TrainingStrategy
+from keras_strategy.core.protocols import AuditAdapter
 from keras_strategy.keras_patches.random import global_generator, set_global_generator
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 
-records_steps = True
 
+class Adapter(AuditAdapter):
+    """Access to TensorFlow for an audit."""
 
-def first_rows(x: Any, rows: int) -> Any:
-    if not tf.is_tensor(x):
-        return x[:rows]
-    return slice_rows(x, (0, tf.minimum(rows, rows_of_tensor(x))))
+    def first_rows(self, x: Any, rows: int) -> Any:
+        if not tf.is_tensor(x):
+            return x[:rows]
+        return slice_rows(x, (0, tf.minimum(rows, rows_of_tensor(x))))
 
+    def host_copy(self, x: Any) -> np.ndarray | None:
+        if isinstance(x, tf.RaggedTensor):
+            x = x.to_tensor()
+        elif isinstance(x, tf.SparseTensor):
+            x = tf.sparse.to_dense(x)
+        elif isinstance(x, tf.IndexedSlices):
+            x = tf.convert_to_tensor(x)
+        elif isinstance(x, tf.Variable):
+            x = x.read_value()
+        is_eager = isinstance(x, tf.Tensor) and hasattr(x, "numpy")
+        return np.array(x.numpy()) if is_eager else None
 
-def host_copy(x: Any) -> np.ndarray | None:
-    if isinstance(x, tf.RaggedTensor):
-        x = x.to_tensor()
-    elif isinstance(x, tf.SparseTensor):
-        x = tf.sparse.to_dense(x)
-    elif isinstance(x, tf.IndexedSlices):
-        x = tf.convert_to_tensor(x)
-    elif isinstance(x, tf.Variable):
-        x = x.read_value()
-    is_eager = isinstance(x, tf.Tensor) and hasattr(x, "numpy")
-    return np.array(x.numpy()) if is_eager else None
+    def tensor_restorer(self, x: Any) -> Callable[[], None] | None:
+        if not isinstance(x, tf.Variable):
+            return None
+        value = tf.identity(x)
+        return lambda: x.assign(value)
 
+    def module_tensors(self, x: Any) -> Sequence[tf.Variable]:
+        if isinstance(x, tf.random.Generator):
+            return (x.state,)
+        return x.variables if isinstance(x, tf.Module) else ()
 
-def tensor_restorer(x: Any) -> Callable[[], None] | None:
-    if not isinstance(x, tf.Variable):
-        return None
-    value = tf.identity(x)
-    return lambda: x.assign(value)
+    def stored_tensors(self, variable: Any) -> Sequence[Any]:
+        value = stored_value(variable)
+        return (value, *getattr(value, "values", ()))
 
+    def seed(self, number: int) -> None:
+        tf.random.set_seed(number)
 
-def module_tensors(x: Any) -> Sequence[tf.Variable]:
-    if isinstance(x, tf.random.Generator):
-        return (x.state,)
-    return x.variables if isinstance(x, tf.Module) else ()
+    def run_on_device(
+        self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
+    ) -> tuple[Any, None]:
+        generator, device = global_generator(), strategy.extended.worker_devices[0]
 
+        def call():
+            set_global_generator(generator)
+            with tf.device(native_name(device)):
+                return fn()
 
-def stored_tensors(variable: Any) -> Sequence[Any]:
-    value = stored_value(variable)
-    return (value, *getattr(value, "values", ()))
+        # Another thread is in no native strategy.
+        return strategy.extended.group.call_outside(call, in_scope=False), None
 
+    def step_functions(
+        self, model: keras.Model, kind: str, strategy: Any
+    ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+        step = getattr(model, f"{kind}_step")
 
-def gradient_restorers(variable: Any) -> list[Callable[[], None]]:
-    return []
+        def step_on_replicas(batch):
+            # TensorFlow warns of the costs of eager steps.
+            logger = tf.get_logger()
+            logger.addFilter(_discard)
+            try:
+                return TrainingStrategy(strategy, model).run(step, args=(batch,))
+            finally:
+                logger.removeFilter(_discard)
 
-
-def preserve_generators() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()  # the core restores the only one
-
-
-def seed(number: int) -> None:
-    tf.random.set_seed(number)
-
-
-def run_on_device(
-    strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
-) -> tuple[Any, None]:
-    generator, device = global_generator(), strategy.extended.worker_devices[0]
-
-    def call():
-        set_global_generator(generator)
-        with tf.device(native_name(device)):
-            return fn()
-
-    # Another thread is in no native strategy.
-    return strategy.extended.group.call_outside(call, in_scope=False), None
+        return step_on_replicas, step
 
 
 def _discard(record: Any) -> bool:
     return False
-
-
-def step_functions(
-    model: keras.Model, kind: str, strategy: Any
-) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    step = getattr(model, f"{kind}_step")
-
-    def step_on_replicas(batch):
-        # TensorFlow warns of the costs of eager steps.
-        logger = tf.get_logger()
-        logger.addFilter(_discard)
-        try:
-            return TrainingStrategy(strategy, model).run(step, args=(batch,))
-        finally:
-            logger.removeFilter(_discard)
-
-    return step_on_replicas, step

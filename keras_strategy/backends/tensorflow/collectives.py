@@ -28,6 +28,7 @@ from keras_strategy.core.collectives import (
     MAX_CHECKSUM_WORKERS,
     WorkerCollectives,
     call_checksum,
+    check_nccl,
     checksum_tail,
     operation_kind,
 )
@@ -65,11 +66,8 @@ class Verify(enum.Enum):
 
 
 class TensorFlowWorkers(WorkerCollectives):
-    """The workers, connected by TensorFlow's collectives.
-
-    In a tf.function a mismatch is reported when the function is executed. After a
-    collective that failed, TensorFlow refuses all later ones.
-    """
+    # In a tf.function a mismatch is reported when the function is executed. After a
+    # collective that failed, TensorFlow refuses all later ones.
 
     def __init__(self, cluster: Cluster, addresses: Sequence[str]):
         super().__init__(cluster)
@@ -80,11 +78,7 @@ class TensorFlowWorkers(WorkerCollectives):
         implementation = cluster.options.implementation
         assert isinstance(implementation, CommunicationImplementation)
         gpus = tf.config.list_logical_devices("GPU")
-        if implementation is CommunicationImplementation.NCCL and not gpus:
-            raise ValueError(
-                "CommunicationImplementation.NCCL needs GPUs, and TensorFlow sees "
-                "none. Use AUTO or RING."
-            )
+        check_nccl(cluster, bool(gpus), "TensorFlow")
         self.implementation = implementation
         is_ring = implementation is CommunicationImplementation.RING
         self.uses_accelerators = bool(gpus) and not is_ring
@@ -145,11 +139,9 @@ class TensorFlowWorkers(WorkerCollectives):
     def reduce_scatter(
         self, name: str, tensors: Sequence[Any], shares: Sequence[FlatShards]
     ) -> list[Any]:
-        """Return this worker's flat shards of the sums of the workers' tensors.
-
-        Each worker sends the others their shards and adds up what it receives, which
-        is half of what an all-reduce sends. TensorFlow has no reduce-scatter for CPUs.
-        """
+        """Return this worker's flat shards of the sums of the workers' tensors."""
+        # Each worker sends the others their shards and adds up what it receives: half
+        # of what an all-reduce sends. TensorFlow has no reduce-scatter for CPUs.
         results: list[Any] = list(tensors)
         for indices in self._packs(tensors):
             parts = [tensors[index] for index in indices]
@@ -248,8 +240,6 @@ class TensorFlowWorkers(WorkerCollectives):
         return tf.ensure_shape(total, tensor.shape)
 
     def _sum_scalar(self, name: str, dtype: tf.DType, scalar: Any) -> Any:
-        """Return the sum of scalars that are sent within the layout rows."""
-
         def compute(key, scalar):
             rows, check = self._compare(key, scalar, dtype, has_scalar=True)
             with tf.control_dependencies([check]), tf.device(self._host):
@@ -357,11 +347,9 @@ class TensorFlowWorkers(WorkerCollectives):
         axis: int | None = None,
         has_scalar: bool = False,
     ) -> tuple[Any, Any]:
-        """Return all workers' layout rows, and an assertion that they are equal.
-
-        Sizes along `axis` may differ. With `has_scalar` the tensor, a scalar, is sent
-        within the row; `dtype` is the one that it had before it was encoded.
-        """
+        """Return all workers' layout rows, and an assertion that they are equal."""
+        # Sizes along `axis` may differ. With `has_scalar` the tensor, a scalar, is sent
+        # within the row; `dtype` is the one that it had before it was encoded.
         rank = tensor.shape.rank
         with tf.device(self._host):
             bits: Any = [0] * _SCALAR_WIDTH
@@ -419,7 +407,6 @@ _connected: TensorFlowWorkers | None = None
 
 
 def connect(cluster: Cluster) -> TensorFlowWorkers:
-    """Connect this process with the other workers, once per process."""
     global _connected
     if _connected is None:
         _connected = TensorFlowWorkers(cluster, connection.start(cluster))

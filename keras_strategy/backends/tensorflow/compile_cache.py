@@ -23,7 +23,7 @@ import operator
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -39,9 +39,6 @@ from keras_strategy.training.compile_cache import (
 )
 from keras_strategy.training.train_step import add_shape_hint, find_batch_rows
 from keras_strategy.values import DistributedValues, Mirrored, PerReplica, value_key
-
-if TYPE_CHECKING:
-    from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 
 try:
     # The state besides arguments that makes a tf.function trace again.
@@ -104,10 +101,8 @@ class ProgramCache:
 
 
 def _flatten_call(arguments: Any) -> tuple[Any, list[Any]]:
-    """Return the key that a program depends on, and the tensors.
-
-    The key is None if only the tf.function can find the program.
-    """
+    """Return the key that a program depends on, and the tensors."""
+    # The key is None if only the tf.function can find the program.
     # This runs in every step, so it is one loop without function calls.
     if make_function_context is None or not tf.executing_eagerly():
         return None, []
@@ -151,13 +146,12 @@ def _number_keys(arguments: Any) -> tuple[Any, ...]:
 
 
 class CompiledFunction:
-    """One function on every replica, as a tf.function.
+    """One function on every replica, as a tf.function."""
 
-    A tf.function returns only tensors, so a trace stores the structure of the outputs
-    with all other values as a template, and the tf.function returns its index as a key.
-    """
+    # A tf.function returns only tensors, so a trace stores the structure of the outputs
+    # with all other values as a template, whose index the tf.function returns as a key.
 
-    def __init__(self, group: "TensorFlowGroup"):
+    def __init__(self, group: Any):
         self._group = group
         self._draws = False
         # A cached trace must not keep the function or its owner alive, so each call
@@ -269,10 +263,8 @@ _messages: list[str] = []
 
 
 def require(condition: Any, message: str, numbers: Any = ()) -> Any:
-    """Return an assertion of a scalar tensor, which `reraise_failed_checks` reports.
-
-    The message ends with `numbers`, a vector.
-    """
+    """Return an assertion of a scalar tensor, which `reraise_failed_checks` reports."""
+    # The message ends with `numbers`, a vector.
     if message not in _messages:
         _messages.append(message)
     marker = f"{_MARKER} {_messages.index(message)}:"

@@ -25,7 +25,6 @@ JOB = "worker"
 
 
 def worker_device(rank: int) -> str:
-    """Return TensorFlow's device prefix of a worker."""
     return f"/job:{JOB}/replica:0/task:{rank}"
 
 

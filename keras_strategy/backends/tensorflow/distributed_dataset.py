@@ -5,7 +5,7 @@ The elements are our `PerReplica`, which works there as any other value does.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -13,6 +13,7 @@ from keras_strategy.backends.tensorflow.connection import native_name
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 from keras_strategy.backends.tensorflow.tensors import common_rows, slice_rows
 from keras_strategy.core import context
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import BatchRows
 from keras_strategy.data.distributed_dataset import (
     DistributedDataset,
@@ -22,12 +23,9 @@ from keras_strategy.data.distributed_dataset import (
 from keras_strategy.options import InputOptions
 from keras_strategy.values import PerReplica
 
-if TYPE_CHECKING:
-    from keras_strategy.core.protocols import Strategy
-
 
 def distribute(
-    strategy: "Strategy",
+    strategy: Strategy,
     datasets: Sequence[Any],
     split: bool,
     options: InputOptions | None,
@@ -61,11 +59,9 @@ def distribute(
 
 
 def split_by_rows(dataset: Any, replicas: int, local: range) -> Any:
-    """Return a dataset that has, of each global batch, an element per local replica.
-
-    Native tf.distribute splits by rewriting the dataset's graph, which supports only
-    datasets that end in certain kinds of `batch`.
-    """
+    """Return a dataset that has, of each global batch, an element per local replica."""
+    # Native tf.distribute splits by rewriting the dataset's graph, which supports only
+    # datasets that end in certain kinds of `batch`.
     spec = dataset.element_spec
     shapes = [leaf.shape for leaf in tf.nest.flatten(spec) if hasattr(leaf, "shape")]
     if any(shape.rank == 0 for shape in shapes):
@@ -119,12 +115,11 @@ def split_by_rows(dataset: Any, replicas: int, local: range) -> Any:
 
 
 class _Wrapper:
-    """Wrapper of a native object, which tf.function and its loops see through.
+    """Wrapper of a native object, which tf.function and its loops see through."""
 
-    Its elements have our `PerReplica` in place of native distributed values.
-    """
+    # Its elements have our `PerReplica` in place of native distributed values.
 
-    def __init__(self, strategy: "Strategy", native: Any):
+    def __init__(self, strategy: Strategy, native: Any):
         self._strategy = strategy
         self._native = native
 

@@ -8,30 +8,31 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from keras_strategy.backends.tensorflow import collectives, patches, patches_sharding
 from keras_strategy.backends.tensorflow.connection import native_name
+from keras_strategy.backends.tensorflow.distributed_dataset import distribute
+from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 from keras_strategy.backends.tensorflow.random import DRAW_FUNCTIONS
+from keras_strategy.backends.threads import patches_sharded_update
+from keras_strategy.backends.threads import patches_sharding as slot_patches
+from keras_strategy.cluster.membership import Cluster
+from keras_strategy.core.context import DryRun
+from keras_strategy.core.protocols import Engine, Strategy
 from keras_strategy.core.step_state import map_rows
+from keras_strategy.data.distributed_dataset import DistributedDataset
 from keras_strategy.devices import canonical_device
 from keras_strategy.keras_patches.random import dry_running
 from keras_strategy.keras_patches.variables_optimizers import stored_value
+from keras_strategy.options import InputOptions
+from keras_strategy.training.cross_device_ops import CrossDeviceOps
 from keras_strategy.training.random import EndOfDryRun
 from keras_strategy.training.saving import raise_if_any_failed
 from keras_strategy.values import DistributedValues, raise_not_a_tensor
-
-if TYPE_CHECKING:
-    from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-    from keras_strategy.cluster.membership import Cluster
-    from keras_strategy.core.context import DryRun
-    from keras_strategy.core.protocols import Strategy
-    from keras_strategy.data.distributed_dataset import DistributedDataset
-    from keras_strategy.options import InputOptions
-    from keras_strategy.training.cross_device_ops import CrossDeviceOps
-
 
 # tf.distribute's name, so that its checkpoints are found.
 _STEPS = "checkpointed_runs"
@@ -43,10 +44,10 @@ _protocol.__tf_unflatten__ = classmethod(lambda cls, _, values: cls(values))  # 
 _protocol.__tf_tensor__ = raise_not_a_tensor
 
 
-class TensorFlowEngine:
-    """TensorFlow, see `keras_strategy.core.protocols.Engine`."""
-
+class TensorFlowEngine(Engine):
     name = "tensorflow"
+    is_tensor = staticmethod(tf.is_tensor)
+    is_tracing = staticmethod(tf.inside_function)
 
     def list_devices(self, device_type: str | None = None) -> list[str]:
         if device_type is None:
@@ -71,9 +72,6 @@ class TensorFlowEngine:
             "Keras trains without this package."
         )
 
-    def tpu_coordinates(self) -> list[tuple[int, int, int, int]]:
-        return []  # TPUStrategy is refused before it needs them
-
     def set_logical_devices(self, device_type: str, count: int) -> None:
         kind = device_type.upper()
         physical = tf.config.list_physical_devices(kind)[0]
@@ -95,17 +93,11 @@ class TensorFlowEngine:
     def device_scope(self, device: str) -> AbstractContextManager[Any]:
         return tf.device(native_name(device))
 
-    def is_tensor(self, value: Any) -> bool:
-        return tf.is_tensor(value)
-
     def static_int(self, value: Any) -> int | None:
         if isinstance(value, int):
             return value
         static = tf.get_static_value(value)
         return None if static is None else int(static)
-
-    def memory_order(self, x: Any) -> None:
-        return None
 
     def ones(self, shape: Sequence[Any], like: Any, order: None) -> Any:
         return tf.ones(shape, like.dtype)
@@ -118,7 +110,7 @@ class TensorFlowEngine:
 
     def dry_run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
-    ) -> "DryRun":
+    ) -> DryRun:
         def resize(x):
             if tf.executing_eagerly():
                 return tf.gather(x, [row % x.shape[0] for row in range(rows)])
@@ -135,12 +127,6 @@ class TensorFlowEngine:
             fn(*args, **kwargs)
         return trial
 
-    @property
-    def audit(self) -> ModuleType:
-        from keras_strategy.backends.tensorflow import audit
-
-        return audit
-
     def copy_to(self, value: Any, device: str) -> Any:
         with tf.device(native_name(device)):
             return tf.identity(value)
@@ -149,9 +135,6 @@ class TensorFlowEngine:
         # In a graph, TensorFlow may choose the device later.
         name = getattr(tensor, "device", "")
         return canonical_device(name) if name else None
-
-    def is_tracing(self) -> bool:
-        return tf.inside_function()
 
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
@@ -176,10 +159,6 @@ class TensorFlowEngine:
         return compute
 
     def patch_modules(self) -> Sequence[ModuleType]:
-        from keras_strategy.backends.tensorflow import patches, patches_sharding
-        from keras_strategy.backends.threads import patches_sharded_update
-        from keras_strategy.backends.threads import patches_sharding as slot_patches
-
         return [patches, patches_sharding, slot_patches, patches_sharded_update]
 
     def random_state(self, seeded: bool = True) -> bytes | None:
@@ -216,20 +195,18 @@ class TensorFlowEngine:
 
     def distribute_natively(
         self,
-        strategy: "Strategy",
+        strategy: Strategy,
         datasets: Sequence[Any],
         split: bool,
-        options: "InputOptions | None",
-    ) -> "DistributedDataset | None":
+        options: InputOptions | None,
+    ) -> DistributedDataset | None:
         if not all(isinstance(dataset, tf.data.Dataset) for dataset in datasets):
             return None
         if strategy.extended.cluster is not None and not split:
             return None
-        from keras_strategy.backends.tensorflow.distributed_dataset import distribute
-
         return distribute(strategy, datasets, split, options)
 
-    def checkpoints(self, thing: Any, folder: Any, cluster: "Cluster | None") -> Any:
+    def checkpoints(self, thing: Any, folder: Any, cluster: Cluster | None) -> Any:
         if isinstance(thing, tf.train.CheckpointManager):
             return _TensorFlowCheckpoints(thing, thing, cluster)
         if not isinstance(thing, tf.train.Checkpoint):
@@ -247,14 +224,6 @@ class TensorFlowEngine:
             writer.scratch = scratch  # removes the folder with the manager
         return _TensorFlowCheckpoints(manager, writer, cluster)
 
-    def count_operations(self, train: Any, steps: int) -> tuple[int, int, int, int]:
-        from keras_strategy.backends.tensorflow import profiling
-
-        return profiling.count(train, steps)
-
-    def compute_and_comm_fractions(self, train: Any, steps: int) -> None:
-        return None  # TensorFlow's profiler writes for TensorBoard only
-
     def require_eager_loop(self) -> None:
         if tf.inside_function():
             raise RuntimeError(
@@ -264,21 +233,16 @@ class TensorFlowEngine:
                 "or move the loop out of the tf.function."
             )
 
-    def connect(self, cluster: "Cluster") -> None:
-        from keras_strategy.backends.tensorflow import collectives
-
+    def connect(self, cluster: Cluster) -> None:
         collectives.connect(cluster)
 
     def create_group(
         self,
-        strategy: "Strategy",
+        strategy: Strategy,
         devices: tuple[str, ...],
-        cross_device_ops: "CrossDeviceOps | None",
-        cluster: "Cluster | None",
-    ) -> "TensorFlowGroup":
-        from keras_strategy.backends.tensorflow import collectives
-        from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-
+        cross_device_ops: CrossDeviceOps | None,
+        cluster: Cluster | None,
+    ) -> TensorFlowGroup:
         connected = None if cluster is None else collectives.connect(cluster)
         return TensorFlowGroup(strategy, devices, cross_device_ops, connected)
 
@@ -293,16 +257,15 @@ def _tape_source(variable: Any) -> Any:
 
 
 class _TensorFlowCheckpoints:
-    """Checkpoints of `tf.train.CheckpointManager`s, which may save elsewhere.
+    """Checkpoints of `tf.train.CheckpointManager`s, which may save elsewhere."""
 
-    All workers save, because reading the variables may need all of them.
-    """
+    # All workers save, because reading the variables may need all of them.
 
     def __init__(
         self,
         reader: tf.train.CheckpointManager,
         writer: tf.train.CheckpointManager,
-        cluster: "Cluster | None",
+        cluster: Cluster | None,
     ):
         self._reader, self._writer, self._cluster = reader, writer, cluster
         if not hasattr(reader.checkpoint, _STEPS):
@@ -326,7 +289,6 @@ class _TensorFlowCheckpoints:
         return steps
 
     def save(self, steps: int, *args: Any, **kwargs: Any) -> None:
-        """Save, and wait until all workers have saved."""
         self._steps.assign(steps)
         error: Exception | None = None
         try:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -38,16 +38,15 @@ from keras_strategy.backends.tensorflow.replica import (
     TensorFlowReplica,
     gather_shards,
     local_shard,
-    regroup_outputs,
 )
 from keras_strategy.backends.threads.patches_sharding import shard_adopted_slot
 from keras_strategy.backends.threads.pool import propagate_interrupts
 from keras_strategy.core import context
 from keras_strategy.core.context import ReplicaContext
 from keras_strategy.core.per_replica_attributes import GroupAttributes
-from keras_strategy.core.registry import get_engine
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import RowRange, StepState, row_ranges
-from keras_strategy.core.variable_components import update_components
+from keras_strategy.core.variable_components import ComponentGroup
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.keras_patches.random import (
     dry_run_layer,
@@ -60,43 +59,34 @@ from keras_strategy.keras_patches.variables_optimizers import (
     stored_dtype,
     stored_value,
 )
+from keras_strategy.options import RunOptions
 from keras_strategy.training import reduction, train_step, variable_sync
 from keras_strategy.training.compile_cache import CompileCache
+from keras_strategy.training.cross_device_ops import CrossDeviceOps
 from keras_strategy.training.random import BatchDimCache
 from keras_strategy.training.sharding import FlatShards, flat_shards_of, set_flat_shards
 from keras_strategy.values import (
     DistributedValues,
-    Mirrored,
     PerReplica,
     ReduceOp,
+    regroup,
     select_replica,
 )
 
-if TYPE_CHECKING:
-    from keras_strategy.core.protocols import Strategy
-    from keras_strategy.options import RunOptions
-    from keras_strategy.training.cross_device_ops import CrossDeviceOps
 
-
-class TensorFlowGroup:
-    """The replicas of one strategy, see `keras_strategy.core.protocols.ReplicaGroup`.
-
-    `cross_device_ops` applies to a single worker; None lets the backend choose.
-    """
-
-    update = update_components
-
+class TensorFlowGroup(ComponentGroup):
+    # `cross_device_ops` applies to a single worker; None lets the backend choose.
     def __init__(
         self,
-        strategy: "Strategy",
+        strategy: Strategy,
         devices: tuple[str, ...],
-        cross_device_ops: "CrossDeviceOps | None" = None,
+        cross_device_ops: CrossDeviceOps | None = None,
         workers: TensorFlowWorkers | None = None,
     ):
         self.devices = devices
         self._first_device = native_name(devices[0])  # combines the replicas' values
         self.strategy = strategy
-        self.workers = workers
+        self.workers: TensorFlowWorkers | None = workers
         self.topology = ReplicaTopology(devices, workers)
         self.native: Any
         if workers is None:
@@ -147,16 +137,13 @@ class TensorFlowGroup:
             shards = [[tf.convert_to_tensor(shard)] for shard in components]
             return gather_shards(shards, [shares], self.workers, name)[0]
 
-    def sync_initial_values(self, variables: Sequence[Any]) -> int:
-        # Variables are equal when they are created, but the chief may restore others.
-        if self.workers is None:
-            return len(variables)
-        values = [tf.convert_to_tensor(self.components(v)[0]) for v in variables]
-        chiefs = self.workers.broadcast_if_different("the values of variables", values)
-        for variable, value in zip(variables, chiefs, strict=False):
-            for component in () if value is None else self.components(variable):
-                component.assign(value)
-        return len(chiefs)
+    # Variables are equal when they are created, but the chief may restore others.
+    def initial_value(self, variable: Any) -> Any:
+        return tf.convert_to_tensor(self.components(variable)[0])
+
+    def set_initial_value(self, variable: Any, value: Any) -> None:
+        for component in self.components(variable):
+            component.assign(value)
 
     def trainer_scope(
         self, model: Any, method: str, arguments: dict[str, Any]
@@ -192,9 +179,6 @@ class TensorFlowGroup:
         total = size * len(self.devices)
         return tuple(total if x == parameter_device else 0 for x in self.devices)
 
-    def per_replica_value(self, variable: Any) -> PerReplica:
-        return PerReplica(self.components(variable))
-
     def worker_contribution(self, variable: Any) -> Any:
         components = [tf.convert_to_tensor(c) for c in self.components(variable)]
         return variable_sync.local_contribution(
@@ -220,15 +204,12 @@ class TensorFlowGroup:
                 value = local_shard(tf.convert_to_tensor(value), shares, replica)
             component.assign(tf.cast(value, component.dtype))
 
-    def mirror(self, value: Any) -> Mirrored:
-        return Mirrored([get_engine().copy_to(value, name) for name in self.devices])
-
     def run(
         self,
         fn: Callable[..., Any],
         args: tuple,
         kwargs: dict,
-        options: "RunOptions",
+        options: RunOptions,
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
         with scope(), reraise_failed_checks():
@@ -246,18 +227,15 @@ class TensorFlowGroup:
                 return result
 
     def collective_scope(self, name: str) -> AbstractContextManager[Any]:
-        """Context manager that runs collectives, see `TensorFlowWorkers`."""
         if self.workers is None:
             return contextlib.nullcontext()
         return self.workers.collective_scope(name)
 
     def call_outside(self, fn: Callable[[], Any], in_scope: bool = True) -> Any:
-        """Call `fn` eagerly in cross-replica context while the replicas wait.
-
-        A variable that one replica's thread creates would have to be created by all
-        threads together. Here it exists on all devices when the first replica
-        continues, and the other replicas find it.
-        """
+        """Call `fn` eagerly in cross-replica context while the replicas wait."""
+        # A variable that one replica's thread creates would have to be created by all
+        # threads together. Here it exists on all devices when the first replica
+        # continues, and the other replicas find it.
         policy = keras.config.dtype_policy()
 
         def call():
@@ -325,7 +303,7 @@ class TensorFlowGroup:
         self._attributes.commit(attributes)
         if run_state.has_drawn:
             self.seeds.finish(self.components(self.seeds.replicas.state)[0])
-        return regroup_outputs(outputs)
+        return regroup(outputs, tf.is_tensor, always_distributed=True)
 
     def _step_states(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict

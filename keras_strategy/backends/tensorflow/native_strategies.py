@@ -73,17 +73,9 @@ class _ReadableVariable(_Native):
         return _ObjectTraceType(self)
 
 
-class _ReadableMirrored(_ReadableVariable, MirroredVariable):
-    pass
-
-
-class _ReadableSyncOnRead(_ReadableVariable, SyncOnReadVariable):
-    pass
-
-
 _READABLE = {
-    MirroredVariable: _ReadableMirrored,
-    SyncOnReadVariable: _ReadableSyncOnRead,
+    native: type(f"Readable{native.__name__}", (_ReadableVariable, native), {})
+    for native in (MirroredVariable, SyncOnReadVariable)
 }
 
 
@@ -145,10 +137,7 @@ def _native_cross_device_ops(
 
 
 class NativeMirroredStrategy(tf.distribute.MirroredStrategy):
-    """Native strategy over the devices of this process.
-
-    `parameter_device`, if any, stores all variables.
-    """
+    # `parameter_device`, if any, stores all variables.
 
     def __init__(
         self,
@@ -179,11 +168,10 @@ class _MirroredExtended(_VariablesMixin, MirroredExtended):
 
 
 class NativeMultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """Native strategy over the devices of all workers, of which it runs the local ones.
+    """Native strategy over all workers' devices, of which it runs the local ones."""
 
-    Our collectives bypass it, because they must work in loops and compare shapes first.
-    The user's native calls in a step go through it.
-    """
+    # Our collectives bypass it, because they must work in loops and compare shapes
+    # first. The user's native calls in a step go through it.
 
     def __init__(self, devices: Sequence[str], workers: TensorFlowWorkers):
         self._collective_key_base = next(_worker_keys)

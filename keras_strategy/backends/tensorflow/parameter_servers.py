@@ -82,8 +82,6 @@ class KerasShardedVariable(ShardedVariable):
 
 
 class ShardedVariableExtended(ParameterServerStrategyV2Extended):
-    """Part of the native strategy that creates and updates variables."""
-
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         if isinstance(kwargs.get("colocate_with"), KerasShardedVariable):
             # A slot of a sharded variable is sharded alike.

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.framework import ops
 from tensorflow.python.ops import cond_v2
 
 from keras_strategy.backends.tensorflow.training import (
@@ -26,16 +27,13 @@ from keras_strategy.backends.tensorflow.training import (
 )
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.core.per_replica_attributes import set_on_all_replicas
-from keras_strategy.data.local_rows import local_bounds_fn
-from keras_strategy.data.worker_batches import SynchronizedBatches
 from keras_strategy.keras_patches.data_adapters import (
-    array_batch_counts,
     building,
     has_local_batches,
     join_batches,
-    prefetch_pauses,
     read_ahead,
     read_local_rows,
+    synchronize,
 )
 from keras_strategy.keras_patches.losses_metrics import step_metrics_result
 from keras_strategy.keras_patches.patch import (
@@ -54,6 +52,7 @@ from keras_strategy.training.ownership import (
 )
 from keras_strategy.training.row_weights import (
     compute_average_loss,
+    local_bounds,
     scale_regularization_loss,
 )
 from keras_strategy.training.saving import overridden_value
@@ -80,11 +79,9 @@ _LOCAL_ROWS = "_ks_local_rows"
 
 @hook(keras.Variable, "_direct_assign", "(self, value)")
 def _direct_assign(original, self, value):
-    """Write the replica's component; split assignments to on_read variables.
-
-    `Variable.assign` has aggregated the replicas' values. Native tf.distribute would
-    aggregate again, which fails inside a tf.cond and drops remainders of integers.
-    """
+    """Write the replica's component; split assignments to on_read variables."""
+    # `Variable.assign` has aggregated the replicas' values. Native tf.distribute would
+    # aggregate again, which fails inside a tf.cond and drops remainders of integers.
     replica = in_replica()
     if replica is not None:
         replica.write(self, value)
@@ -99,11 +96,9 @@ def _direct_assign(original, self, value):
 
 @hook(keras.Variable, "_initialize", "(self, value)", when=in_distributed_scope)
 def _initialize(original, strategy, self, value):
-    """Create a replica's variable on all devices, and split an on_read value.
-
-    So the first replica of a step can build layers, metrics and optimizers, which are
-    built in their first call.
-    """
+    """Create a replica's variable on all devices, and split an on_read value."""
+    # So the first replica of a step can build layers, metrics and optimizers, which are
+    # built in their first call.
 
     def initialize():
         original(self, value)
@@ -133,21 +128,17 @@ def _initialize(original, strategy, self, value):
     when=in_distributed_scope,
 )
 def _map_aggregation(original, strategy, self, aggregation):
-    """Disable native aggregation of assignments.
-
-    `Variable.assign` aggregates before the write, including what native variables
-    refuse: the mean of integers.
-    """
+    """Disable native aggregation of assignments."""
+    # `Variable.assign` aggregates before the write, including what native variables
+    # refuse: the mean of integers.
     return original(self, aggregation if is_sync_on_read(self) else "none")
 
 
 @hook(keras.Variable, "value", None)
 def _value(original, self):
-    """Read one aggregated value of an on_read or sharded variable.
-
-    For "only_first_replica", native tf.distribute would read the first replica of each
-    worker.
-    """
+    """Read one aggregated value of an on_read or sharded variable."""
+    # For "only_first_replica", native tf.distribute would read the first replica of
+    # each worker.
     strategy = strategy_of_variable(self)
     if strategy is None:
         return original(self)
@@ -237,11 +228,9 @@ def _unscaled(original, replica, value):
     when=in_replica,
 )
 def _compute_average_loss(original, replica, *args, **kwargs):
-    """Return the mean over the rows of all replicas, in `run` and in `fit`.
-
-    TensorFlow's function assumes equal rows on all replicas. In `fit`, where losses
-    are weighted by rows, it would divide by the replicas twice.
-    """
+    """Return the mean over the rows of all replicas, in `run` and in `fit`."""
+    # TensorFlow's function assumes equal rows on all replicas. In `fit`, where losses
+    # are weighted by rows, it would divide by the replicas twice.
     return compute_average_loss(*args, **kwargs)
 
 
@@ -266,10 +255,8 @@ def _distribute_strategy(original, strategy, self):
     when=model_on_replicas,
 )
 def _make_function(original, strategy, self, force=False):
-    """Disable XLA, which compiles for one device only, and synchronize workers.
-
-    On several workers, the function takes only batches that all workers have.
-    """
+    """Disable XLA, which compiles for one device only, and synchronize workers."""
+    # On several workers, the function takes only batches that all workers have.
     kind = original.__name__.split("_")[1]
     if self.jit_compile:
         logger.warning(
@@ -299,10 +286,8 @@ def _get_metrics_result(original, replica, self):
 
 @hook(TFEpochIterator, "_get_iterator", "(self)", when=in_scope_of_workers)
 def _get_iterator(original, strategy, self):
-    """Make workers agree on their batches, and read only their rows of them.
-
-    Keras takes batches inside a tf.function, where workers cannot communicate.
-    """
+    """Make workers agree on their batches, and read only their rows of them."""
+    # Keras takes batches inside a tf.function, where workers cannot communicate.
     cluster = strategy.extended.cluster
     is_distributed = strategy.num_replicas_in_sync > 1
     if has_local_batches(self):
@@ -316,20 +301,15 @@ def _get_iterator(original, strategy, self):
         # Only once, because the shuffling of arrays continues from epoch to epoch.
         local_rows = is_distributed and read_local_rows(
             self.data_adapter,
-            local_bounds_fn(strategy),
+            functools.partial(local_bounds, strategy.extended.topology),
             operator.methodcaller("get_tf_dataset"),
         )
         setattr(self, _LOCAL_ROWS, local_rows or None)
     local_rows = getattr(self, _LOCAL_ROWS)
     # Other data becomes a tf.data.Dataset, which prefetches by itself.
     batches = original(self) if local_rows is None else read_ahead(self, local_rows)
-    counts = array_batch_counts(self.data_adapter)
-    pauses = prefetch_pauses(self, batches)
     elements = MappedBatches(remove_optionals, batches)
-    return MappedBatches(
-        make_traceable,
-        SynchronizedBatches(elements, cluster, counts, pauses, warn_full_reads=True),
-    )
+    return MappedBatches(make_traceable, synchronize(self, batches, cluster, elements))
 
 
 @model_hook(
@@ -338,11 +318,9 @@ def _get_iterator(original, strategy, self):
     when=in_distributed_scope,
 )
 def _maybe_symbolic_build(original, strategy, self, iterator=None, data_batch=None):
-    """Build every model from a global batch.
-
-    Keras builds early only if the model was created in a native scope, and not from
-    batches with absent parts.
-    """
+    """Build every model from a global batch."""
+    # Keras builds early only if the model was created in a native scope, and not from
+    # batches with absent parts.
     if type(self).call is keras.Model.call:
         return  # `call` raises: the model's steps call its layers
     if iterator is not None:
@@ -397,8 +375,8 @@ def _cond(original, replica, pred, *args, **kwargs):
 # --- the session
 
 
-@hook(tf.compat.v1, "reset_default_graph", "()", when=in_distributed_scope)
-def _reset_default_graph(original, strategy):
+@hook(ops._DefaultGraphStack, "reset", "(self)", when=in_distributed_scope)
+def _reset_default_graph(original, strategy, self):
     """Keep the default graph, which `clear_session` replaces.
 
     Native tf.distribute lists the open scopes there, and nothing else is in it.
@@ -410,10 +388,8 @@ def _reset_default_graph(original, strategy):
 
 @hook(keras_seeds, "global_seed_generator", "()", when=in_replica)
 def _global_seed_generator(original, replica):
-    """Use one generator for all replicas of a strategy.
-
-    Keras stores it per thread, and the replicas' threads end with each run.
-    """
+    """Use one generator for all replicas of a strategy."""
+    # Keras stores it per thread, and the replicas' threads end with each run.
     return replica.seed_generator()
 
 
@@ -427,11 +403,9 @@ _NeutralOptimizer: Any = [
 
 
 def _backend_neutral(original, strategy, self, *args, **kwargs):
-    """Call the backend-neutral method.
-
-    Keras's method for TensorFlow reduces the gradients again, and updates the variables
-    of all replicas from one place.
-    """
+    """Call the backend-neutral method."""
+    # Keras's method for TensorFlow reduces the gradients again, and updates the
+    # variables of all replicas from one place.
     return getattr(_NeutralOptimizer, original.__name__)(self, *args, **kwargs)
 
 
@@ -460,11 +434,9 @@ for _name, _signature in _BACKEND_NEUTRAL.items():
     when=in_distributed_scope,
 )
 def _assign_component(original, strategy, self, variable, value):
-    """Write the replica's component or shard.
-
-    TensorFlow's method writes to the variable's value, which for a sharded variable is
-    a tensor.
-    """
+    """Write the replica's component or shard."""
+    # TensorFlow's method writes to the variable's value, which for a sharded variable
+    # is a tensor.
     replica: Any = distributed_replica()
     is_conditional = replica is not None and replica.write_condition is not None
     is_variable = isinstance(variable, keras.Variable)
@@ -486,11 +458,9 @@ def _assign_component(original, strategy, self, variable, value):
     when=in_replica,
 )
 def _tf_apply(original, replica, self, grads, trainable_variables=None):
-    """Skip Keras's merge_call, because the gradients are equal on all replicas.
-
-    With a sharded optimizer, replicas run collectives while they apply gradients,
-    which is impossible inside a tf.cond.
-    """
+    """Skip Keras's merge_call, because the gradients are equal on all replicas."""
+    # With a sharded optimizer, replicas run collectives while they apply gradients,
+    # which is impossible inside a tf.cond.
     if replica.group.strategy.shard is None:
         return self._common_apply(grads, trainable_variables)
     finite = self.check_finite(grads)

@@ -64,8 +64,6 @@ class _VariableShard:
 
 
 class _ReplicaShardsScope(ShardedUpdateScope):
-    """Scope in which an optimizer updates a replica's shards."""
-
     def __init__(
         self,
         replica: TensorFlowReplica,
@@ -99,11 +97,9 @@ class _ReplicaShardsScope(ShardedUpdateScope):
     when=optimizer_sharding_of,
 )
 def _apply_gradients(original, sharding, self, grads, trainable_variables):
-    """Update each replica's shard by Keras's own code.
-
-    Gradients were summed and unscaled before. Afterwards the weights are gathered, so
-    that constraints apply to full weights.
-    """
+    """Update each replica's shard by Keras's own code."""
+    # Gradients were summed and unscaled before. Afterwards the weights are gathered, so
+    # that constraints apply to full weights.
     replica: Any = distributed_replica()
     if replica is None:
         raise apply_outside_replicas_error(self)

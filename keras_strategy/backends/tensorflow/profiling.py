@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
@@ -22,8 +23,6 @@ _ELEMENTWISE = {"Identity", "Add", "AddV2", "Sub", "Mul", "Square", "RealDiv", "
 
 @dataclass
 class _GraphCounts:
-    """Counts of one execution of a graph."""
-
     collectives: int = 0  # sums over the devices
     bytes: int = 0  # what one device contributes to them
     transfers: int = 0  # tensors that one device computes and another one reads
@@ -37,11 +36,9 @@ class _GraphCounts:
 
 
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
-    """Count what training does, see `Engine.count_operations`.
-
-    Each trace of a tf.function counts as a compilation, except for tf.data's own
-    functions. Batches that tf.data copies to the devices do not count as transfers.
-    """
+    """Count what training does, see `Engine.count_operations`."""
+    # Each trace of a tf.function counts as a compilation, except for tf.data's own
+    # functions. Batches that tf.data copies to the devices do not count as transfers.
     executed: list[_GraphCounts] = []
     traced: list[str] = []
     cache: dict[Any, _GraphCounts] = {}
@@ -70,19 +67,15 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
         return trace(name, *args, **kwargs)
 
     with contextlib.ExitStack() as stack:
-
-        def replace(owner, name, value):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-
         op_callbacks.add_op_callback(record_op)
         stack.callback(op_callbacks.remove_op_callback, record_op)
-        replace(AtomicFunction, "call_flat", record_call)
+        stack.enter_context(mock.patch.object(AtomicFunction, "call_flat", record_call))
         # Recording replaces functions that a step may read, after which `run` traces
         # the step again.
         train(1)
         executed.clear()
-        replace(func_graph, "func_graph_from_py_func", record_trace)
+        name = "func_graph_from_py_func"
+        stack.enter_context(mock.patch.object(func_graph, name, record_trace))
         train(steps)
     return (
         sum(counts.collectives for counts in executed),
@@ -90,6 +83,10 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
         len(traced),
         sum(counts.transfers for counts in executed),
     )
+
+
+def shares(train: Callable[[int], None], steps: int) -> None:
+    """Return None: TensorFlow's profiler writes for TensorBoard only."""
 
 
 def _count_graph(graph: Any, arguments: Sequence[str]) -> _GraphCounts:
@@ -131,11 +128,9 @@ def _count_graph(graph: Any, arguments: Sequence[str]) -> _GraphCounts:
 
 
 def _static_shape(tensors: list[Any]) -> tf.TensorShape:
-    """Return the first static shape among tensors and what is computed from them.
-
-    TensorFlow does not infer the shapes of some gradients, such as a Dense kernel's if
-    its inputs have rank 3. But the optimizer adds them to slots of known shape.
-    """
+    """Return the first static shape among tensors and what is computed from them."""
+    # TensorFlow does not infer the shapes of some gradients, such as a Dense kernel's
+    # if its inputs have rank 3. But the optimizer adds them to slots of known shape.
     for tensor in tensors:
         if tensor.shape.is_fully_defined():
             return tensor.shape

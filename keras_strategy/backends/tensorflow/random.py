@@ -13,16 +13,14 @@ in which they end.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_strategy.backends.tensorflow.collectives import TensorFlowWorkers
 from keras_strategy.keras_patches.random import global_generator, set_global_generator
 from keras_strategy.keras_patches.variables_optimizers import stored_value
-
-if TYPE_CHECKING:
-    from keras_strategy.backends.tensorflow.collectives import TensorFlowWorkers
 
 # tf.random.Algorithm.PHILOX, which CPUs and GPUs choose.
 _PHILOX = 1
@@ -60,10 +58,8 @@ DRAW_FUNCTIONS: dict[str, Callable[..., Any]] = {
 def _draw_rows(
     begin: Any, op: Callable[..., Any], shape: Sequence[Any], seed: Any, dtype: Any
 ) -> Any:
-    """Draw a tensor that begins at row `begin` of what a single device draws.
-
-    `seed` is the result of Keras's `draw_seed`; `op` takes a key and a counter.
-    """
+    """Draw a tensor that begins at row `begin` of what a single device draws."""
+    # `seed` is the result of Keras's `draw_seed`; `op` takes a key and a counter.
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     # As Keras converts its seed for TensorFlow.
     pair = tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
@@ -91,7 +87,7 @@ class SeedGenerators:
     """Seed generators of one strategy, which are None until a replica draws."""
 
     def __init__(
-        self, call_outside: Callable[..., Any], workers: "TensorFlowWorkers | None"
+        self, call_outside: Callable[..., Any], workers: TensorFlowWorkers | None
     ):
         self._call_outside = call_outside
         self._workers = workers

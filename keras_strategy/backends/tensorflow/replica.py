@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 from keras import tree
@@ -19,7 +19,8 @@ from keras_strategy.backends.tensorflow.tensors import (
 )
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import ReplicaAttributes
-from keras_strategy.core.step_state import StepState, draw_alone
+from keras_strategy.core.protocols import Replica
+from keras_strategy.core.step_state import StepState
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training import row_weights
 from keras_strategy.training.reduction import cast_for_sum
@@ -30,10 +31,6 @@ from keras_strategy.training.sharding import (
     gradient_shards,
 )
 from keras_strategy.values import ReduceOp, regroup, select_replica
-
-if TYPE_CHECKING:
-    from keras_strategy.backends.tensorflow.group import TensorFlowGroup
-
 
 # The attribute of a gradient that holds the replica's shard of its sum.
 SHARD = "_ks_shard"
@@ -54,11 +51,6 @@ class RunState:
     generator: Any  # Keras's global seed generator in the thread that called `run`
     attributes: list[ReplicaAttributes]  # what each replica sets on layers
     has_drawn: bool = False  # from the global seed generator
-
-
-def regroup_outputs(outputs: Sequence[Any]) -> Any:
-    """Combine the outputs of the local replicas."""
-    return regroup(outputs, tf.is_tensor, always_distributed=True)
 
 
 def local_shard(full: Any, shares: FlatShards, replica: int) -> Any:
@@ -114,10 +106,8 @@ def _weighted(tensor: Any, weight: Any) -> Any:
     return tf.math.multiply_no_nan(tensor, tf.cast(weight, tensor.dtype))
 
 
-class TensorFlowReplica:
-    """One replica, see `keras_strategy.core.protocols.Replica`."""
-
-    def __init__(self, group: "TensorFlowGroup", run_state: RunState):
+class TensorFlowReplica(Replica):
+    def __init__(self, group: Any, run_state: RunState):
         self.group = group
         self._run_state = run_state
         self._has_drawn = False
@@ -131,7 +121,7 @@ class TensorFlowReplica:
         self._native = tf.distribute.get_replica_context()
         # TensorFlow gives a constant tensor while it traces.
         self.id = int(tf.get_static_value(self._native.replica_id_in_sync_group))
-        self.index = self.id - group.topology.first_local_replica
+        self.index = self.id - group.topology.local_replicas.start
         self.devices = (group.devices[self.index],)
         attributes = run_state.attributes[self.index]
         native_merge_call = self._native.merge_call
@@ -148,10 +138,8 @@ class TensorFlowReplica:
 
     @contextlib.contextmanager
     def _outside_branches(self, name: str, tensors: Sequence[Any]) -> Iterator[None]:
-        """Leave the branch of a `tf.cond`, in which replicas cannot communicate.
-
-        What is computed here is computed in any case, and before the condition.
-        """
+        """Leave the branch of a `tf.cond`, in which replicas cannot communicate."""
+        # What is computed here is computed in any case, and before the condition.
         if self._is_in_step_graph():
             yield
             return
@@ -190,16 +178,13 @@ class TensorFlowReplica:
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
         with self._outside_branches("all_reduce", [value]):
-            return self._all_reduce(reduce_op, value)
-
-    def _all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
-        if isinstance(value, tf.IndexedSlices):
-            total = self._sum([value], "all_reduce")[0]
-        else:
-            total = self._differentiable_sum(cast_for_sum(value))
-        if reduce_op is ReduceOp.SUM:
-            return total
-        return divide(total, self.group.topology.num_replicas)
+            if isinstance(value, tf.IndexedSlices):
+                total = self._sum([value], "all_reduce")[0]
+            else:
+                total = self._differentiable_sum(cast_for_sum(value))
+            if reduce_op is ReduceOp.SUM:
+                return total
+            return divide(total, self.group.topology.num_replicas)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         ragged: Any = tf.RaggedTensor  # TensorFlow's annotations lack its methods
@@ -236,7 +221,7 @@ class TensorFlowReplica:
         strategy = self.group.strategy
 
         def merge(*parts):
-            args, kwargs = regroup_outputs(parts)
+            args, kwargs = regroup(parts, tf.is_tensor, always_distributed=True)
             with context.cross_replica_scope(strategy):
                 return merge_fn(strategy, *args, **kwargs)
 
@@ -265,7 +250,7 @@ class TensorFlowReplica:
         return seeds.replicas
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
-        with self._outside_branches("optimizer.apply", [*tensors, weight]):
+        with self._outside_branches(self.step.reduction, [*tensors, weight]):
             return self._weighted_sum(tensors, weight)
 
     def _weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
@@ -277,7 +262,7 @@ class TensorFlowReplica:
                 terms.append(tf.IndexedSlices(*parts))
             else:
                 terms.append(_weighted(tf.convert_to_tensor(tensor), weight))
-        name, workers = "optimizer.apply", self.group.workers
+        name, workers = self.step.reduction, self.group.workers
         shares = None if workers is None else self._gradient_shares(terms, workers)
         if workers is None or shares is None:
             return self._sum(terms, name, Verify.INLINE)
@@ -295,10 +280,8 @@ class TensorFlowReplica:
     def _gradient_shares(
         self, gradients: Sequence[Any], workers: TensorFlowWorkers
     ) -> list[FlatShards] | None:
-        """Return the elements of each gradient that each worker's one replica needs.
-
-        None if gradients must be summed in full on each replica.
-        """
+        """Return the elements of each gradient that each worker's one replica needs."""
+        # None if gradients must be summed in full on each replica.
         optimizer = self.step.optimizer
         if optimizer is None or len(self.group.devices) > 1:
             return None
@@ -313,8 +296,6 @@ class TensorFlowReplica:
         if not all(workers.can_verify([gradient]) for gradient in gradients):
             return None
         return gradient_shards(optimizer, gradients, self.step.reducing_gradients_of)
-
-    draw_once = staticmethod(draw_alone)
 
     def write(self, variable: Any, value: Any) -> None:
         shares = flat_shards_of(variable)
@@ -366,11 +347,9 @@ class TensorFlowReplica:
         return total(tensor)
 
     def _gradient_of_sum(self, name: str) -> Callable[[Any], Any]:
-        """Return the gradient of a sum: the sum of the replicas' gradients.
-
-        In a training step the optimizer weights this replica's gradients later. So
-        they are weighted and summed here, then divided by this replica's weight.
-        """
+        """Return the gradient of a sum: the sum of the replicas' gradients."""
+        # In a training step the optimizer weights this replica's gradients later. So
+        # they are weighted and summed here, then divided by this replica's weight.
         weight = self.step.row_weight
 
         def sum_gradients(upstream):

@@ -63,7 +63,6 @@ def divide(total: Any, count: Any) -> Any:
 
 
 def sum_values(values: Sequence[Any]) -> Any:
-    """Return the sum of the replicas' tensors or `tf.IndexedSlices`."""
     if not isinstance(values[0], tf.IndexedSlices):
         if not values[0].dtype.is_numeric:
             raise ValueError(

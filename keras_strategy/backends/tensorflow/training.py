@@ -15,13 +15,13 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.audit.first_step import FirstStepAudit
+from keras_strategy.audit.verify import FirstStepAudit
 from keras_strategy.backends.tensorflow.collectives import Verify, gather_over_workers
 from keras_strategy.backends.tensorflow.compile_cache import require
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
@@ -30,21 +30,12 @@ from keras_strategy.backends.tensorflow.tensors import (
     rows_of_tensor,
     slice_rows,
 )
-from keras_strategy.core.step_state import RowRange
-from keras_strategy.data.local_rows import LocalRows
+from keras_strategy.core.protocols import Strategy
+from keras_strategy.core.step_state import LocalRows, RowRange
 from keras_strategy.keras_patches.layers import all_layers, seed_generators
-from keras_strategy.training.row_weights import split_rows
-from keras_strategy.training.train_step import (
-    average_logs,
-    make_weighted_step,
-    merge_worker_metrics,
-    returns_only_metrics,
-)
+from keras_strategy.training import train_step
+from keras_strategy.training.row_weights import local_bounds
 from keras_strategy.values import DistributedValues, PerReplica
-
-if TYPE_CHECKING:
-    from keras_strategy.core.protocols import Strategy
-
 
 logger = logging.getLogger("keras_strategy")
 
@@ -52,7 +43,7 @@ logger = logging.getLogger("keras_strategy")
 class TrainingStrategy:
     """Stand-in for the native strategy of a model in Keras's trainer."""
 
-    def __init__(self, strategy: "Strategy", model: keras.Model):
+    def __init__(self, strategy: Strategy, model: keras.Model):
         group = strategy.extended.group
         assert isinstance(group, TensorFlowGroup)
         self._group: TensorFlowGroup = group
@@ -73,8 +64,8 @@ class TrainingStrategy:
         weights = [tf.cast(count, "float32") / total for count in counts]
         kinds = {model.train_step: "train", model.test_step: "test"}
         kind = kinds.get(step, "predict")
-        has_metrics = returns_only_metrics(model, kind)
-        replica_step = make_weighted_step(
+        has_metrics = train_step.returns_only_metrics(model, kind)
+        replica_step = train_step.make_weighted_step(
             step,
             has_metrics,
             functools.partial(all_layers, model),
@@ -86,17 +77,16 @@ class TrainingStrategy:
             (PerReplica(shards), PerReplica(weights), PerReplica(row_ranges)),
             {},
         )
-        if has_metrics:
-            if workers is None:
-                return model.get_metrics_result()  # from the states on all replicas
+        sum_all: Any = None
+        if workers is not None:
             sum_all = functools.partial(workers.sum_all, "logs", verify=Verify.NEVER)
-            return merge_worker_metrics(model, group.worker_contribution, sum_all)
+        if has_metrics and sum_all is None:
+            return model.get_metrics_result()  # from the states on all replicas
+        if has_metrics:
+            contribution = group.worker_contribution
+            return train_step.merge_worker_metrics(model, contribution, sum_all)
         if kind != "predict":
-            means = average_logs(outputs, weights)
-            if workers is None:
-                return means
-            leaves = workers.sum_all("logs", tree.flatten(means), Verify.NEVER)
-            return tree.pack_sequence_as(means, leaves)
+            return train_step.average_logs(outputs, weights, sum_all)
 
         def merge_rows(value):
             if not isinstance(value, DistributedValues):
@@ -117,12 +107,10 @@ class TrainingStrategy:
 def _split_batch(
     data: Any, group: TensorFlowGroup
 ) -> tuple[list[Any], list[Any], Any, list[RowRange | None]]:
-    """Return the replicas' shards of a batch, row counts, all rows, and row ranges.
-
-    The batch is a structure of tensors or arrays, None where something is absent; or
-    of native distributed values, which are split already; or a `LocalRows`. Each
-    shard has at least one row. Row ranges are None if they are unknown.
-    """
+    """Return the replicas' shards of a batch, row counts, all rows, and row ranges."""
+    # The batch is a structure of tensors or arrays, None where something is absent; or
+    # of native distributed values, which are split already; or a `LocalRows`. Each
+    # shard has at least one row. Row ranges are None if they are unknown.
     local_batch = data if isinstance(data, LocalRows) else None
     if local_batch is not None:
         data = local_batch.batch
@@ -138,7 +126,7 @@ def _split_batch(
     local_rows = common_rows(leaves)
     if local_batch is None:
         first_row, total = 0, local_rows
-        bounds = _local_bounds(group, total, tf.minimum)
+        bounds = local_bounds(group.topology, total, tf.minimum)
     else:
         bounds, total = local_batch.bounds, local_batch.global_rows
         first_row = bounds[0][0]
@@ -158,15 +146,9 @@ def _split_batch(
     if static_rows is not None:  # then use numbers instead of tensors
         row_ranges = [
             RowRange(min(begin, static_rows - 1), max(end - begin, 1), static_rows)
-            for begin, end in _local_bounds(group, static_rows)
+            for begin, end in local_bounds(group.topology, static_rows)
         ]
     return shards, [end - begin for begin, end in bounds], total, row_ranges
-
-
-def _local_bounds(group: TensorFlowGroup, rows: Any, *minimum: Any) -> list[Any]:
-    local = group.topology.local_replicas
-    bounds = split_rows(rows, group.topology.num_replicas, *minimum)
-    return bounds[local.start : local.stop]
 
 
 def _unwrap_batch(
@@ -205,10 +187,9 @@ _LOOPS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
 class MappedBatches:
-    """Batches to each of which a function is applied.
+    """Batches to each of which a function is applied."""
 
-    Lazy, because the start of an iteration may draw random numbers.
-    """
+    # Lazy, because the start of an iteration may draw random numbers.
 
     def __init__(self, fn: Callable[[Any], Any], batches: Iterable[Any]):
         self._fn, self._batches = fn, batches
@@ -268,15 +249,13 @@ class TensorLocalRows(LocalRows):
 
 def audit_first_call(
     function: Callable[[Any], Any],
-    strategy: "Strategy",
+    strategy: Strategy,
     model: keras.Model,
     kind: str,
     scope: Callable[[], Any],
 ) -> Callable[[Any], Any]:
-    """Wrap a function of `fit`, `evaluate` or `predict` in the audit of its first step.
-
-    The audit reads the batches of the first call, and the function gets them again.
-    """
+    """Wrap a function of Keras's loop in the audit of its first step."""
+    # The audit reads the batches of the first call, and the function gets them again.
     audit = FirstStepAudit(model, kind, strategy, scope)
 
     def run_steps(batches):

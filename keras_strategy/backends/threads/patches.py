@@ -34,49 +34,42 @@ from keras_strategy.training.variable_sync import (
 _NOT_INHERITED = ("stateless_scope", "current_call_ctx", "distribution")
 
 
-class ThreadState:
-    """A copy of the calling thread's Keras settings, for threads that work for it.
+# `keras.src.backend.common.global_state` is thread-local. Without this a replica would
+# have another dtype policy, name scope and seed generator.
+Settings = dict[str, dict[str, Any]]
 
-    `keras.src.backend.common.global_state` is thread-local. Without this a replica
-    would have another dtype policy, name scope and seed generator.
-    """
 
-    def __init__(self, settings: dict[str, dict[str, Any]]):
-        self._settings = settings
+def copy_settings() -> Settings:
+    """Copy the Keras settings of this thread, for threads that work for it."""
+    # Keras 3.16 has no tracker for settings.
+    trackers = ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
+    return {
+        tracker: {
+            name: value
+            for name, value in vars(getattr(global_state, tracker)).items()
+            if name not in _NOT_INHERITED
+        }
+        for tracker in trackers
+        if hasattr(global_state, tracker)
+    }
 
-    @classmethod
-    def capture(cls) -> "ThreadState":
-        """Copy the settings of this thread."""
-        # Keras 3.16 has no tracker for settings.
-        trackers = ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
-        return cls(
-            {
-                tracker: {
-                    name: value
-                    for name, value in vars(getattr(global_state, tracker)).items()
-                    if name not in _NOT_INHERITED
-                }
-                for tracker in trackers
-                if hasattr(global_state, tracker)
-            }
-        )
 
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        saved = []
-        for name, attributes in self._settings.items():
-            tracker = vars(getattr(global_state, name))
-            saved.append((tracker, dict(tracker)))
+@contextlib.contextmanager
+def applied_settings(settings: Settings) -> Iterator[None]:
+    saved = []
+    for name, attributes in settings.items():
+        tracker = vars(getattr(global_state, name))
+        saved.append((tracker, dict(tracker)))
+        tracker.clear()
+        for key, value in attributes.items():
+            # Each thread changes its own stacks, such as that of name scopes.
+            tracker[key] = list(value) if isinstance(value, list) else value
+    try:
+        yield
+    finally:
+        for tracker, attributes in saved:
             tracker.clear()
-            for key, value in attributes.items():
-                # Each thread changes its own stacks, such as that of name scopes.
-                tracker[key] = list(value) if isinstance(value, list) else value
-        try:
-            yield
-        finally:
-            for tracker, attributes in saved:
-                tracker.clear()
-                tracker.update(attributes)
+            tracker.update(attributes)
 
 
 def keep_global_seed_generator(generator: Any) -> None:
@@ -104,10 +97,9 @@ class WritesInPlace:
 
 
 class ReplicaScope(keras.StatelessScope):
-    """The variables as one replica sees them.
+    """The variables as one replica sees them."""
 
-    What it assigns stays in `state_mapping` until all replicas have succeeded.
-    """
+    # What it assigns stays in `state_mapping` until all replicas have succeeded.
 
     def __init__(self, replica: Replica):
         super().__init__(collect_losses=True, initialize_variables=False)
@@ -115,10 +107,9 @@ class ReplicaScope(keras.StatelessScope):
 
 
 class MergedScope(keras.StatelessScope):
-    """The variables as a `merge_call` sees them: those of all replicas.
+    """The variables as a `merge_call` sees them: those of all replicas."""
 
-    `aggregate` returns a sync-on-read variable's value, given the local replicas'.
-    """
+    # `aggregate` returns a sync-on-read variable's value, given the local replicas'.
 
     def __init__(
         self,
@@ -130,11 +121,9 @@ class MergedScope(keras.StatelessScope):
         self._scopes, self._aggregate, self._topology = scopes, aggregate, topology
 
     def components(self, variable: Any) -> list[Any]:
-        """Return each replica's value of a variable."""
         return [s.get_current_value(variable) for s in self._scopes]
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
-        """Set each replica's value of a variable."""
         for scope, value in zip(self._scopes, values, strict=True):
             scope.add_update((variable, value))
 
@@ -160,7 +149,6 @@ def unbuilt_variable_error(variable: Any) -> RuntimeError:
 
 
 def current_stateless_scope() -> Any:
-    """Return this thread's `StatelessScope`, or None."""
     return global_state.get_global_attribute("stateless_scope")
 
 

@@ -15,10 +15,9 @@ get_stateless_scope = find_module(
 
 
 class ShardedUpdateScope(keras.StatelessScope):
-    """The variables of an optimizer that updates a replica's shard of them.
+    """The variables of an optimizer that updates a replica's shard of them."""
 
-    `shards` has the shards by the variables' `id`; `parent` is the scope of all others.
-    """
+    # `shards` has the shards by the variables' `id`; `parent` is the scope of others.
 
     def __init__(self, parent: Any, shards: dict[int, Any], variables: Sequence[Any]):
         super().__init__(initialize_variables=False)
@@ -38,22 +37,17 @@ class ShardedUpdateScope(keras.StatelessScope):
 
     def write(self, variable: Any, value: Any) -> None:
         """Set the replica's shard of a variable."""
-        raise NotImplementedError
 
     def squared_norms(self, squares: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Return the squared norms of the full gradients, given those of the shards.
-
-        The second result is the sum over the gradients of all replicas.
-        """
+        """Return the squared norms of the full gradients, given those of the shards."""
+        # The second result is the sum over the gradients of all replicas.
         raise NotImplementedError
 
     @contextlib.contextmanager
     def shapes(self, full: bool = False) -> Iterator[None]:
-        """Give the variables the shapes of the shards, or their full shapes.
-
-        Use `full` around a collective: other replicas, which take their turns in it,
-        use the same variables.
-        """
+        """Give the variables the shapes of the shards, or their full shapes."""
+        # Use `full` around a collective: other replicas, which take their turns in it,
+        # use the same variables.
 
         def set_shapes(shapes):
             for variable, shape in zip(self._variables, shapes, strict=True):

@@ -33,10 +33,8 @@ _WITHOUT_REFERENCE = ("_r", "_c")
     multi_replica_only=True,
 )
 def _add_from_reference(original, self, reference_variable, *args, **kwargs):
-    """Shard a weight's slots as soon as they are created.
-
-    Slots created outside of scopes may be adopted later, see `shard_adopted_slot`.
-    """
+    """Shard a weight's slots as soon as they are created."""
+    # Slots created outside of scopes may be adopted later, see `shard_adopted_slot`.
     slots = [original(self, reference_variable, *args, **kwargs)]
     if is_factored(self) and len(reference_variable.shape) > 1:
         lists = [vars(self).get(name) for name in _WITHOUT_REFERENCE]

@@ -34,10 +34,8 @@ def _interrupt(threads: Iterable[threading.Thread]) -> None:
 
 @contextlib.contextmanager
 def propagate_interrupts(threads: Iterable[threading.Thread]) -> Iterator[None]:
-    """Let Ctrl-C interrupt threads that the main thread awaits.
-
-    Python interrupts the main thread only. The threads are iterated when it happens.
-    """
+    """Let Ctrl-C interrupt threads that the main thread awaits."""
+    # Python interrupts the main thread only. The threads are iterated when it happens.
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
@@ -57,11 +55,10 @@ def propagate_interrupts(threads: Iterable[threading.Thread]) -> Iterator[None]:
 
 
 class Pool:
-    """Threads that each make one call at a time.
+    """Threads that each make one call at a time."""
 
-    A replica always runs in the same thread, because Keras and the backends have
-    thread-local settings, caches and devices.
-    """
+    # A replica always runs in the same thread, because Keras and the backends have
+    # thread-local settings, caches and devices.
 
     def __init__(self, names: Sequence[str]):
         self.threads = [_Thread(name) for name in names]
@@ -101,11 +98,9 @@ def _stop(threads: Sequence[_Thread]) -> None:
 
 @atexit.register
 def _end() -> None:
-    """Stop all threads and wait for them.
-
-    A daemon thread that releases tensors during interpreter shutdown is unwound in the
-    backend's C++ code, which aborts the process.
-    """
+    """Stop all threads and wait for them."""
+    # A daemon thread that releases tensors during interpreter shutdown is unwound in
+    # the backend's C++ code, which aborts the process.
     _stop(_threads)
     deadline = time.monotonic() + _EXIT_TIMEOUT
     for thread in _threads:
@@ -117,11 +112,10 @@ class ReplicaStopped(RuntimeError):
 
 
 class TurnScheduler:
-    """Runs the replicas of one run in turns.
+    """Runs the replicas of one run in turns."""
 
-    A turn lasts until the replica ends or needs the others. When all have reached the
-    same point, the first one combines their values into the result for all of them.
-    """
+    # A turn lasts until the replica ends or needs the others. When all have reached the
+    # same point, the first one combines their values into the result for all of them.
 
     def __init__(self, replicas: int):
         self._names = [""] * replicas
@@ -138,15 +132,16 @@ class TurnScheduler:
         self._all_ended = threading.Lock()
         self._all_ended.acquire()
         self.seed_generator: Any = None
+        self.seed: int | None = None
+        # What the first replica drew, and how many others still have to take it.
+        self.drawn: dict[Any, list[Any]] = {}
 
     def exchange(
         self, replica: int, name: str, value: Any, combine: Callable[[list[Any]], Any]
     ) -> Any:
-        """End a replica's turn, and return the combination of all replicas' values.
-
-        The first replica calls `combine`, and all share its result. The name of the
-        operation must be equal for all.
-        """
+        """End a replica's turn, and return the combination of all replicas' values."""
+        # The first replica calls `combine`, and all share its result. The name of the
+        # operation must be equal for all.
         if len(self._values) == 1:
             return combine([value])
         self._names[replica], self._values[replica] = name, value
@@ -179,7 +174,6 @@ class TurnScheduler:
         return self._all_ended.acquire(timeout=seconds)
 
     def wait(self, replica: int, before: str) -> None:
-        """Wait for a replica's turn."""
         self._gates[replica].acquire()
         if self.has_failed:
             raise ReplicaStopped(f"another replica failed before {before}")
@@ -205,10 +199,8 @@ class ReplicaThreads:
     def call(
         self, turns: TurnScheduler, calls: Sequence[Callable[[], Any]]
     ) -> list[Any]:
-        """Make one call for each replica, in turns, and return the results.
-
-        Raise the error of one of them when all have ended.
-        """
+        """Make one call for each replica, in turns, and return the results."""
+        # Raise the error of one of them when all have ended.
         pool = self._pool = self._pool or Pool(self._names)
         results: list[Any] = [None] * len(calls)
         errors: list[BaseException | None] = [None] * len(calls)

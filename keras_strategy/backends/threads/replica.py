@@ -15,6 +15,7 @@ from keras_strategy.core.per_replica_attributes import (
     ReplicaAttributes,
     set_on_all_replicas,
 )
+from keras_strategy.core.protocols import Replica
 from keras_strategy.core.step_state import StepState
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.training import ownership
@@ -23,9 +24,7 @@ from keras_strategy.training.variable_sync import local_contribution
 from keras_strategy.values import regroup, select_replica
 
 
-class ThreadReplica:
-    """The base class of replicas that are threads."""
-
+class ThreadReplica(Replica):
     scope: ReplicaScope
 
     def __init__(
@@ -33,13 +32,14 @@ class ThreadReplica:
         strategy: Any,
         index: int,
         topology: ReplicaTopology,
+        workers: Any,
         turns: TurnScheduler,
         attributes: ReplicaAttributes,
     ):
         self.id = topology.local_replicas[index]
         self.index = index
         self.devices = (topology.devices[index],)
-        self.topology = topology
+        self.topology, self.workers = topology, workers
         self.step = StepState()
         self.context = ReplicaContext(strategy, self)  # pyright: ignore
         self._strategy = strategy
@@ -48,15 +48,13 @@ class ThreadReplica:
 
     def here(self, tensor: Any) -> Any:
         """Return another replica's tensor on this one's device."""
-        raise NotImplementedError
 
     def add(self, tensors: Sequence[Any]) -> Any:
         """Sum the local replicas' tensors, on the first one's device."""
-        raise NotImplementedError
 
     def sum_over_workers(self, name: str, tensor: Any) -> Any:
         """Sum the workers' tensors; one of the threads calls it."""
-        return tensor
+        return tensor if self.workers is None else self.workers.sum(name, tensor)
 
     def exchange(
         self, name: str, value: Any, combine: Callable[[list[Any]], Any]
@@ -83,6 +81,30 @@ class ThreadReplica:
             return self.sum_over_workers(name, self.add(tensors))
 
         return self.here(self.exchange(name, tensor, combine))
+
+    def gather(self, tensor: Any, axis: int) -> tuple[Any, list[int]]:
+        """Return the joined tensors of all replicas, and their sizes along the axis."""
+
+        def combine(tensors):
+            check_same_dtype(tensors)
+            try:
+                joined = keras.ops.concatenate(list(map(self.here, tensors)), axis)
+            except (TypeError, ValueError, RuntimeError, IndexError) as error:
+                shapes = [tuple(t.shape) for t in tensors]
+                raise ValueError(
+                    "`all_gather` needs values of rank 1 or more whose dimensions "
+                    f"other than axis={axis} are equal. Received the shapes "
+                    f"{shapes}, in the order of the replicas."
+                ) from error
+            sizes = [t.shape[axis] for t in tensors]
+            if self.workers is None:
+                return joined, sizes
+            joined, _ = self.workers.gather("all_gather", joined, axis)
+            local_sizes = keras.ops.convert_to_tensor(sizes, dtype="int32")
+            sizes, _ = self.workers.gather("all_gather", local_sizes, 0)
+            return joined, keras.ops.convert_to_numpy(sizes).tolist()
+
+        return self.exchange("all_gather", tensor, combine)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: tuple, kwargs: dict

@@ -12,88 +12,78 @@ import torch
 from keras_strategy.backends.torch.state import find_components
 from keras_strategy.backends.torch.training import BatchFunction
 from keras_strategy.core.context import cross_replica_scope
+from keras_strategy.core.protocols import AuditAdapter
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 
-records_steps = True
 
+class Adapter(AuditAdapter):
+    """Access to torch for an audit."""
 
-def first_rows(x: Any, rows: int) -> Any:
-    return x[:rows]
+    def host_copy(self, x: Any) -> np.ndarray | None:
+        if not isinstance(x, torch.Tensor) or x.device.type == "meta":
+            return None
+        x = x.detach()
+        if x.dtype is torch.bfloat16:
+            x = x.float()
+        return (x.to_dense() if x.is_sparse else x).cpu().numpy().copy()
 
+    def tensor_restorer(self, x: Any) -> Callable[[], None] | None:
+        if not isinstance(x, torch.Tensor):
+            return None
+        copy, gradient = x.detach().clone(), _copy_of_gradient(x)
 
-def host_copy(x: Any) -> np.ndarray | None:
-    if not isinstance(x, torch.Tensor) or x.device.type == "meta":
-        return None
-    x = x.detach()
-    if x.dtype is torch.bfloat16:
-        x = x.float()
-    return (x.to_dense() if x.is_sparse else x).cpu().numpy().copy()
+        def restore():
+            # Not by its version: batch normalizations write to it without a new one.
+            if not torch.equal(x.detach(), copy):
+                x.data.copy_(copy)
+            if x.is_leaf:
+                x.grad = gradient
 
+        return restore
 
-def tensor_restorer(x: Any) -> Callable[[], None] | None:
-    if not isinstance(x, torch.Tensor):
-        return None
-    copy, gradient = x.detach().clone(), _copy_of_gradient(x)
+    def module_tensors(self, x: Any) -> Sequence[torch.Tensor]:
+        if not isinstance(x, torch.nn.Module):
+            return ()
+        return [*x.parameters(), *x.buffers()]
 
-    def restore():
-        # Not by its version: batch normalizations write to it without a new one.
-        if not torch.equal(x.detach(), copy):
-            x.data.copy_(copy)
-        if x.is_leaf:
-            x.grad = gradient
+    def stored_tensors(self, variable: Any) -> Sequence[torch.Tensor]:
+        components = find_components(variable)
+        return [stored_value(variable)] if components is None else components.tensors
 
-    return restore
+    def gradient_restorers(self, variable: Any) -> list[Callable[[], None]]:
+        return [
+            functools.partial(setattr, tensor, "grad", _copy_of_gradient(tensor))
+            for tensor in self.stored_tensors(variable)
+        ]
 
+    def preserve_generators(self) -> contextlib.AbstractContextManager[None]:
+        return torch.random.fork_rng(range(torch.cuda.device_count()))
 
-def module_tensors(x: Any) -> Sequence[torch.Tensor]:
-    if not isinstance(x, torch.nn.Module):
-        return ()
-    return [*x.parameters(), *x.buffers()]
+    def seed(self, number: int) -> None:
+        torch.manual_seed(number)
 
+    def run_on_device(
+        self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
+    ) -> tuple[Any, None]:
+        device = strategy.extended.worker_devices[0]
+        with cross_replica_scope(None), get_engine().device_scope(device):
+            return fn(), None
 
-def stored_tensors(variable: Any) -> Sequence[torch.Tensor]:
-    components = find_components(variable)
-    return [stored_value(variable)] if components is None else components.tensors
+    def step_functions(
+        self, model: keras.Model, kind: str, strategy: Any
+    ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+        function = BatchFunction(model, kind, strategy)
+        step, group = getattr(model, f"{kind}_step"), strategy.extended.group
 
+        def step_on_device(batch):
+            with torch.set_grad_enabled(kind == "train"):
+                return step(group.arrays_to_tensors(batch))
 
-def gradient_restorers(variable: Any) -> list[Callable[[], None]]:
-    return [
-        functools.partial(setattr, tensor, "grad", _copy_of_gradient(tensor))
-        for tensor in stored_tensors(variable)
-    ]
+        return function.run_batch, step_on_device
 
 
 def _copy_of_gradient(x: torch.Tensor) -> torch.Tensor | None:
     if not x.is_leaf or x.grad is None:
         return None
     return x.grad.detach().clone()
-
-
-def preserve_generators() -> contextlib.AbstractContextManager[None]:
-    return torch.random.fork_rng(range(torch.cuda.device_count()))
-
-
-def seed(number: int) -> None:
-    torch.manual_seed(number)
-
-
-def run_on_device(
-    strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
-) -> tuple[Any, None]:
-    device = strategy.extended.worker_devices[0]
-    with cross_replica_scope(None), get_engine().device_scope(device):
-        return fn(), None
-
-
-def step_functions(
-    model: keras.Model, kind: str, strategy: Any
-) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    function = BatchFunction(model, kind, strategy)
-    step, group = getattr(model, f"{kind}_step"), strategy.extended.group
-
-    def step_on_device(batch):
-        with torch.set_grad_enabled(kind == "train"):
-            return step(group.arrays_to_tensors(batch))
-
-    return function.run_batch, step_on_device

@@ -54,10 +54,9 @@ class _ExpectedSum:
 
 
 class CollectiveVerifier:
-    """Sums of flat buffers, whose last `CHECKSUM_TAIL` elements are free.
+    """Sums of flat buffers, whose last `CHECKSUM_TAIL` elements are free."""
 
-    `all_reduce` works in place, as `torch.distributed.all_reduce`.
-    """
+    # `all_reduce` works in place, as `torch.distributed.all_reduce`.
 
     def __init__(self, workers: int, all_reduce: Callable[..., Any]):
         self._workers, self._all_reduce = workers, all_reduce
@@ -103,12 +102,10 @@ class CollectiveVerifier:
         fill: Callable[[int, torch.Tensor], None] | None = None,
         keeps_sent: bool = True,
     ) -> bool:
-        """Sum a buffer in buckets of these numbers of elements.
-
-        `fill` writes the values of a bucket, unless they are there already. With
-        `keeps_sent`, not those of buckets of this buffer that were sent before. Return
-        False if the workers are about to run different operations.
-        """
+        """Sum a buffer in buckets of these numbers of elements."""
+        # `fill` writes the values of a bucket, unless they are there already. With
+        # `keeps_sent`, not those of buckets of this buffer that were sent before.
+        # Return False if the workers are about to run different operations.
         previous, values = self._previous, buffer[:-CHECKSUM_TAIL].split(sizes)
         expected = self._expected.get(previous)
         if keeps_sent and expected is not None and expected.checksum == checksum:
@@ -156,11 +153,9 @@ class CollectiveVerifier:
         return int(maxima[0]) == -int(maxima[1])
 
     def _send_zeros(self, expected: _ExpectedSum, checksum: bytes) -> bool:
-        """Send zeros in place of the expected sum, with another one's checksum.
-
-        Return True if all workers are in this other operation, or none keeps what it
-        has sent of the expected one.
-        """
+        """Send zeros in place of the expected sum, with another one's checksum."""
+        # Return True if all workers are in this other operation, or none keeps what it
+        # has sent of the expected one.
         zeros = [expected.tail.new_zeros(size) for size in expected.sizes[self.sent :]]
         tail = zeros[-1][-CHECKSUM_TAIL:]
         if checksum != expected.checksum:

@@ -1,11 +1,16 @@
 """Collectives between the processes of a cluster, by torch.distributed."""
 
+import datetime
+import os
+import socket
+import sys
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from keras_strategy.backends.torch.collective_check import CollectiveVerifier
 from keras_strategy.backends.torch.gradient_buckets import (
@@ -13,8 +18,8 @@ from keras_strategy.backends.torch.gradient_buckets import (
     MAX_BUCKET_BYTES,
     FlatBufferPool,
     GradientBuckets,
+    bucket_by_size,
     scale_in_place,
-    split_by_bytes,
     unflatten,
     write_weighted,
 )
@@ -23,13 +28,21 @@ from keras_strategy.core.collectives import (
     CHECKSUM_TAIL,
     WorkerCollectives,
     call_checksum,
+    check_nccl,
     operation_kind,
 )
 from keras_strategy.keras_patches.variables_optimizers import stored_value
+from keras_strategy.options import CommunicationImplementation
 from keras_strategy.training.sharding import FlatShards
 
-# The operation that updates variables.
-_APPLY = "optimizer.apply"
+# Before torch 2.13 it has the second name.
+ALL_GATHER = (
+    "all_gather_single"
+    if hasattr(dist, "all_gather_single")
+    else "all_gather_into_tensor"
+)
+# Most sets of variables whose gradients are sent early, as each adds hooks to them.
+_MAX_LAYOUTS = 16
 
 
 class TorchWorkers(WorkerCollectives):
@@ -76,18 +89,15 @@ class TorchWorkers(WorkerCollectives):
     def assign_buckets(
         self, gradients: Sequence[torch.Tensor], variables: Sequence[Any] | None
     ) -> list[list[int]]:
-        """Return the indices of each bucket's gradients, in sending order.
-
-        The list is empty if one bucket has all of them, in their order.
-        """
+        """Return the indices of each bucket's gradients, in sending order."""
+        # The list is empty if one bucket has all of them, in their order.
         max_bytes = self._bucket_bytes
         if not max_bytes and self.can_overlap(gradients):
             max_bytes = MAX_BUCKET_BYTES if self.replica.step.logs_are_metrics else 0
         if not max_bytes or variables is None or len(variables) != len(gradients):
             return []
-        limits = [min(FIRST_BUCKET_BYTES, max_bytes), max_bytes]
-        assign: Any = dist._compute_bucket_assignment_by_size  # pyright: ignore
-        buckets = assign(gradients, limits)[0][::-1]
+        first_bytes = min(FIRST_BUCKET_BYTES, max_bytes)
+        buckets = bucket_by_size(gradients, first_bytes, max_bytes)[::-1]
         return buckets if len(buckets) > 1 else []
 
     def all_reduce_weighted(
@@ -99,9 +109,10 @@ class TorchWorkers(WorkerCollectives):
     ) -> list[torch.Tensor]:
         """Sum the workers' weighted tensors: the gradients of variables if given."""
         buckets = self.assign_buckets(tensors, variables)
+        name = self.replica.step.reduction
         parts = [[tensors[index] for index in b] for b in buckets] or [tensors]
         sizes = [sum(map(torch.numel, part)) for part in parts]
-        checksum = _checksum(_APPLY, tensors[0], tuple(sizes))
+        checksum = _checksum(name, tensors[0], tuple(sizes))
         early = self._gradients.get(checksum)
         buffer = None if early is None else early.end(tensors, weight)
         keeps_sent = buffer is not None or self.verifier.sent == 0
@@ -114,19 +125,26 @@ class TorchWorkers(WorkerCollectives):
 
         if not buckets:  # then nothing is sent early
             write_weighted(flat, tensors, weight)
-        with self.track_operation(_APPLY):
+        with self.track_operation(name):
             same = self.verifier.sum_in_place(
                 checksum, buffer, sizes, fill if buckets else None, keeps_sent
             )
         if not same:
-            raise self._mismatch(_APPLY, tensors[0], tuple(sizes))
+            raise self._mismatch(name, tensors[0], tuple(sizes))
         if not buckets:
             return unflatten(flat, tensors)
         assert variables is not None
         parameters = [stored_value(variable) for variable in variables]
-        if early is None and all(
-            parameter is not None and parameter.is_leaf and parameter.grad is gradient
-            for parameter, gradient in zip(parameters, tensors, strict=True)
+        has_room = len(self._gradients) < _MAX_LAYOUTS
+        if (
+            early is None
+            and has_room
+            and all(
+                parameter is not None
+                and parameter.is_leaf
+                and parameter.grad is gradient
+                for parameter, gradient in zip(parameters, tensors, strict=True)
+            )
         ):
             early = GradientBuckets(self, checksum, parameters, buckets)
             self._gradients[checksum] = early
@@ -141,17 +159,17 @@ class TorchWorkers(WorkerCollectives):
         weight: float | None,
         shards: Sequence[FlatShards],
     ) -> list[torch.Tensor]:
-        """Return this worker's shards of the sums of the workers' weighted tensors.
-
-        Each worker sends the others their shards and adds up what it receives, half the
-        traffic of an all-reduce. gloo's `reduce_scatter` sends as much as that.
-        """
+        """Return this worker's shards of the sums of the workers' weighted tensors."""
+        # Each worker sends the others their shards and adds up what it receives, half
+        # the traffic of an all-reduce. gloo's `reduce_scatter` sends as much as that.
         shape = (sum([tensor.numel() for tensor in tensors]),)
-        self._verify(f"{_APPLY} (shares)", tensors[0], shape)
+        name = self.replica.step.reduction
+        self._verify(f"{name} (shares)", tensors[0], shape)
         results: list[torch.Tensor] = []
-        for part in split_by_bytes(tensors, MAX_BUCKET_BYTES):
-            flats = [tensor.reshape(-1) for tensor in tensors[part]]
-            bounds = [[s.bounds[r] for s in shards[part]] for r in range(self.size)]
+        for bucket in bucket_by_size(tensors, MAX_BUCKET_BYTES):
+            flats = [tensors[index].reshape(-1) for index in bucket]
+            specs = [shards[index] for index in bucket]
+            bounds = [[s.bounds[r] for s in specs] for r in range(self.size)]
             sizes = [[end - begin for begin, end in of_rank] for of_rank in bounds]
             sent = torch.cat(
                 [
@@ -163,12 +181,12 @@ class TorchWorkers(WorkerCollectives):
             scale_in_place(sent, weight)
             local = sizes[self.rank]
             received = sent.new_empty(self.size * sum(local))
-            with self.track_operation(_APPLY):
+            with self.track_operation(name):
                 dist.all_to_all_single(
                     received, sent, [sum(local)] * self.size, list(map(sum, sizes))
                 )
             sums = received.view(self.size, sum(local)).sum(0).split(local)
-            for shard, spec in zip(sums, shards[part], strict=True):
+            for shard, spec in zip(sums, specs, strict=True):
                 results.append(shard.view(spec.shape_of(self.rank)))
         return results
 
@@ -185,10 +203,7 @@ class TorchWorkers(WorkerCollectives):
         rows = tensor.movedim(axis, 0)
         size = torch.tensor([len(rows)], device=tensor.device)
         counts = self.gather_rows(name, size, [1] * self.size).tolist()
-        if rows.dtype == torch.bool:
-            rows = rows.to(torch.uint8)
-        joined = self.gather_rows(name, rows, counts)
-        return joined.to(tensor.dtype).movedim(0, axis), counts
+        return self.gather_rows(name, rows, counts).movedim(0, axis), counts
 
     def gather_rows(
         self, name: str, rows: torch.Tensor, counts: Sequence[int]
@@ -199,13 +214,17 @@ class TorchWorkers(WorkerCollectives):
         if len(rows) < longest:
             sent = rows.new_zeros((longest, *rows.shape[1:]))
             sent[: len(rows)] = rows
+        shape = sum(counts), *rows.shape[1:]
         if sent.numel() == 0:
-            return rows.new_empty((sum(counts), *rows.shape[1:]))
-        received = sent.new_empty((self.size * longest, *rows.shape[1:]))
+            return rows.new_empty(shape)
+        # As bytes, since gloo does not know all dtypes.
+        sent = sent.reshape(longest, -1).view(torch.uint8)
+        received = sent.new_empty((self.size * longest, sent.shape[1]))
         with self.track_operation(name):
-            dist.all_gather_into_tensor(received, sent)
+            getattr(dist, ALL_GATHER)(received, sent)
         parts = zip(received.split(longest), counts, strict=True)
-        return torch.cat([part[:count] for part, count in parts])
+        joined = torch.cat([part[:count] for part, count in parts])
+        return joined.view(rows.dtype).reshape(shape)
 
     def broadcast(
         self, name: str, tensors: Sequence[torch.Tensor]
@@ -251,7 +270,71 @@ def map_flattened(
     for indices in by_kind.values():
         group = [tensors[index] for index in indices]
         flat = fn(torch.cat([tensor.reshape(-1) for tensor in group]))
-        parts = flat.split([tensor.numel() for tensor in group])
-        for index, tensor, part in zip(indices, group, parts, strict=True):
-            results[index] = part.view(tensor.shape)
+        for index, part in zip(indices, unflatten(flat, group), strict=True):
+            results[index] = part
     return results
+
+
+_connected: TorchWorkers | None = None
+
+
+def connect(cluster: Cluster) -> TorchWorkers:
+    global _connected
+    if _connected is None:
+        if not dist.is_initialized():
+            _initialize(cluster)
+        if (dist.get_rank(), dist.get_world_size()) != (cluster.rank, cluster.size):
+            raise RuntimeError(
+                "torch.distributed was initialized for another cluster: it has rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}, but the cluster "
+                f"resolver returns rank {cluster.rank} of {cluster.size}. Let the "
+                "strategy initialize it, or initialize it for the same workers."
+            )
+        _connected = TorchWorkers(cluster)
+    return _connected
+
+
+def _initialize(cluster: Cluster) -> None:
+    timeout = datetime.timedelta(seconds=cluster.client.timeout_seconds + 60)
+    gpus, ring = torch.cuda.is_available(), CommunicationImplementation.RING
+    check_nccl(cluster, gpus, "torch")
+    nccl = gpus and cluster.options.implementation is not ring
+    if cluster.is_local:
+        # By default gloo listens on the interface of the host's name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    excepthook = sys.excepthook
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        store=_store(cluster, timeout),
+        rank=cluster.rank,
+        world_size=cluster.size,
+        timeout=timeout,
+    )
+    # torch's hook prints the other hooks' output only after they return. Ours ends the
+    # process.
+    sys.excepthook = excepthook
+    # torch aborts the process if its threads outlive it.
+    cluster.client.on_leave(_disconnect)
+
+
+def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
+    host, listener = "127.0.0.1", None
+    if cluster.is_chief:
+        address = (host if cluster.is_local else "", 0)
+        listener = socket.create_server(address, backlog=cluster.size + 16)
+    elif not cluster.is_local:
+        host = cluster.addresses[0].rpartition(":")[0].strip("[]")
+    port = None if listener is None else listener.getsockname()[1]
+    return TCPStore(
+        host,
+        int(cluster.exchange("address of torch's store", port)[0]),
+        is_master=cluster.is_chief,
+        master_listen_fd=None if listener is None else listener.detach(),
+        wait_for_workers=False,
+        timeout=timeout,
+    )
+
+
+def _disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

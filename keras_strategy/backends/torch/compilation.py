@@ -184,11 +184,9 @@ def _scales(
     previous: torch.Tensor | None,
     draw: int,
 ) -> torch.Tensor:
-    """Apply dropout to ones, drawn by the replica that executes the graph.
-
-    The index of the process's seed generator is -1. What the same generator drew before
-    fixes the order, and a unique number of the draw keeps torch from merging two.
-    """
+    """Apply dropout to ones, drawn by the replica that executes the graph."""
+    # The index of the process's seed generator is -1. What the same generator drew
+    # before fixes the order; a draw's unique number keeps torch from merging two.
     shape = None
     if noise_shape is not None:
         shape = [None if size == -1 else size for size in noise_shape]
@@ -301,7 +299,6 @@ class ForwardPass:
         self.called = called  # the replacement of the model's `call`
 
     def restore(self) -> None:
-        """Restore the model's `call`."""
         if self._instance_call is None:
             vars(self.layer).pop("call", None)
         else:
@@ -387,19 +384,16 @@ class ForwardPass:
         return outputs
 
 
-def _kind(*parts: Any) -> Any:
+def _kind(args: tuple, kwargs: dict) -> Any:
     """Return what graphs are specialized for: shapes, dtypes and Python values."""
-    return torch.is_grad_enabled(), tuple(map(_kind_of, parts))
 
+    def kind_of(leaf):
+        if isinstance(leaf, torch.Tensor):
+            return tuple(leaf.shape), leaf.dtype
+        return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
 
-def _kind_of(part: Any) -> Any:
-    if isinstance(part, torch.Tensor):
-        return tuple(part.shape), part.dtype
-    if isinstance(part, dict):
-        return tuple((key, _kind_of(value)) for key, value in part.items())
-    if isinstance(part, list | tuple):
-        return tuple(map(_kind_of, part))
-    return part if isinstance(part, bool | int | float | str) else type(part)
+    leaves = map(kind_of, tree.flatten((args, kwargs)))
+    return torch.is_grad_enabled(), tuple(kwargs), tuple(leaves)
 
 
 def _why(error: Exception) -> str:

@@ -16,7 +16,7 @@ from keras import tree
 from keras_strategy.backends.threads import patches as thread_patches
 from keras_strategy.backends.threads import patches_sharded_update, patches_sharding
 from keras_strategy.backends.torch import (
-    connection,
+    collectives,
     patches,
     patches_compiled,
     patches_optimizers,
@@ -24,6 +24,7 @@ from keras_strategy.backends.torch import (
 from keras_strategy.backends.torch.group import TorchGroup, torch_device
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.context import DryRun
+from keras_strategy.core.protocols import Engine
 from keras_strategy.core.step_state import map_rows
 from keras_strategy.devices import canonical_device
 from keras_strategy.keras_patches.random import dry_running
@@ -36,10 +37,11 @@ _protocol: Any = DistributedValues
 _protocol.__array__ = raise_not_a_tensor
 
 
-class TorchEngine:
-    """The torch backend."""
-
+class TorchEngine(Engine):
     name = "torch"
+    is_tensor: Any = staticmethod(torch.is_tensor)
+    static_int: Any = staticmethod(int)
+    connect: Any = staticmethod(collectives.connect)
     _logical_cpus = 1
     _is_in_use = False  # by a strategy, so that the number of devices is final
 
@@ -65,9 +67,6 @@ class TorchEngine:
             "Use KERAS_BACKEND=jax, or `MirroredStrategy` here."
         )
 
-    def tpu_coordinates(self) -> list[tuple[int, int, int, int]]:
-        return []  # `TPUStrategy` is refused before
-
     def set_logical_devices(self, device_type: str, count: int) -> None:
         if count != self._logical_cpus and self._is_in_use:
             raise RuntimeError(
@@ -80,12 +79,6 @@ class TorchEngine:
 
     def device_scope(self, device: str):
         return keras.device(torch_device(device))
-
-    def is_tensor(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor)
-
-    def static_int(self, value: Any) -> int:
-        return int(value)
 
     def memory_order(self, x: torch.Tensor) -> tuple[int, ...]:
         # Random masks are filled in memory order.
@@ -111,12 +104,6 @@ class TorchEngine:
             fn(*args, **kwargs)
         return result
 
-    @property
-    def audit(self) -> ModuleType:
-        from keras_strategy.backends.torch import audit
-
-        return audit
-
     def copy_to(self, value: Any, device: str) -> torch.Tensor:
         target = torch_device(device)
         with keras.device(target):
@@ -124,9 +111,6 @@ class TorchEngine:
 
     def device_of(self, tensor: torch.Tensor) -> str:
         return canonical_device(str(tensor.device))
-
-    def is_tracing(self) -> bool:
-        return False
 
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
@@ -171,28 +155,6 @@ class TorchEngine:
             patches_sharded_update,
         ]
 
-    def _none(self, *args: Any, **kwargs: Any) -> None:
-        """Return None: torch has none of these, and the core keeps its random state."""
-
-    draw_slice = random_state = set_random_state = _none
-    native_strategy = native = native_components = distribute_natively = _none
-    checkpoints = require_eager_loop = _none
-
-    def count_operations(self, train: Any, steps: int) -> tuple[int, int, int, int]:
-        from keras_strategy.backends.torch import profiling
-
-        return profiling.count(train, steps)
-
-    def compute_and_comm_fractions(
-        self, train: Any, steps: int
-    ) -> tuple[float, float] | None:
-        from keras_strategy.backends.torch import profiling
-
-        return profiling.shares(train, steps)
-
-    def connect(self, cluster: Cluster) -> None:
-        connection.connect(cluster)
-
     def create_group(
         self,
         strategy: Any,
@@ -203,5 +165,5 @@ class TorchEngine:
         if cross_device_ops is not None:
             cross_device_ops.log_no_effect("torch")
         self._is_in_use = True
-        workers = None if cluster is None else connection.connect(cluster)
+        workers = None if cluster is None else collectives.connect(cluster)
         return TorchGroup(strategy, names, workers)

@@ -10,17 +10,14 @@ receives the same tensors, unmodified since; otherwise the sum is made again.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._utils import _unflatten_dense_tensors
 
 from keras_strategy.core.collectives import CHECKSUM_TAIL
-
-if TYPE_CHECKING:
-    from keras_strategy.backends.torch.collectives import TorchWorkers
 
 # As DistributedDataParallel has them. The first variables' gradients come last, and
 # nothing hides their bucket, so it is smaller.
@@ -34,12 +31,11 @@ _use_count: Callable[[Any], int] = torch._C._storage_Use_Count  # pyright: ignor
 
 
 class FlatBufferPool:
-    """Flat buffers that are reused in each step.
+    """Flat buffers that are reused in each step."""
 
-    The system hands out new memory page by page when it is first written, which is
-    slow. A buffer that is still referenced elsewhere, such as by an optimizer that
-    keeps its gradients, is not reused.
-    """
+    # The system hands out new memory page by page when it is first written, which is
+    # slow. A buffer that is still referenced elsewhere, such as by an optimizer that
+    # keeps its gradients, is not reused.
 
     def __init__(self) -> None:
         self._buffers: dict[Any, tuple[torch.Tensor, int]] = {}
@@ -82,33 +78,21 @@ def unflatten(
     return list(_unflatten_dense_tensors(flat, tensors))
 
 
-def split_by_bytes(tensors: Sequence[torch.Tensor], max_bytes: int) -> Iterator[slice]:
-    """Split tensors into consecutive slices of one dtype and limited size.
-
-    A larger tensor is a slice by itself.
-    """
-    begin = size = 0
-    for end, tensor in enumerate(tensors):
-        if end > begin and (
-            tensors[begin].dtype != tensor.dtype or size + tensor.nbytes > max_bytes
-        ):
-            yield slice(begin, end)
-            begin, size = end, 0
-        size += tensor.nbytes
-    if tensors:
-        yield slice(begin, len(tensors))
+def bucket_by_size(tensors: Sequence[torch.Tensor], *max_bytes: int) -> list[list[int]]:
+    """Return the indices of each bucket's tensors, which have one dtype and device."""
+    assign: Any = dist._compute_bucket_assignment_by_size  # pyright: ignore
+    return assign(tensors, list(max_bytes))[0] if tensors else []
 
 
 class GradientBuckets:
-    """The gradients of some variables, of which backward sends complete buckets.
+    """The gradients of some variables, of which backward sends complete buckets."""
 
-    `buckets` are the indices of each bucket's variables, in sending order; `checksum`
-    identifies the sum of them. The variables' hooks keep this object alive.
-    """
+    # `buckets` are the indices of each bucket's variables, in sending order; `checksum`
+    # identifies the sum of them. The variables' hooks keep this object alive.
 
     def __init__(
         self,
-        workers: "TorchWorkers",
+        workers: Any,
         checksum: bytes,
         parameters: Sequence[torch.Tensor],
         buckets: Sequence[Sequence[int]],
@@ -132,10 +116,8 @@ class GradientBuckets:
         self._is_stopped = self._stale >= _MAX_STALE
 
     def _on_gradient(self, index: int, _: torch.Tensor) -> None:
-        """Send the buckets that a variable's new gradient has completed.
-
-        torch calls it, maybe in another thread.
-        """
+        """Send the buckets that a variable's new gradient has completed."""
+        # torch calls it, maybe in another thread.
         verifier = self._workers.verifier
         if self._workers.replica is None:
             return
@@ -177,7 +159,11 @@ class GradientBuckets:
         """Return the buffer of which a part was sent; None if that does not count."""
         buffer = None
         if self.early and self._workers.verifier.sent:
-            if weight == self._weight and all(
+            # Another model's buckets may have the same sizes.
+            if (weight, len(gradients)) == (
+                self._weight,
+                len(self._parameters),
+            ) and all(
                 gradients[index] is tensor and tensor._version == version
                 for index, (tensor, version) in self.early.items()
             ):

@@ -14,7 +14,8 @@ import torch
 from keras_strategy.backends.single import arrays_to_tensors
 from keras_strategy.backends.threads.patches import (
     MergedScope,
-    ThreadState,
+    applied_settings,
+    copy_settings,
     current_stateless_scope,
     keep_global_seed_generator,
 )
@@ -25,7 +26,6 @@ from keras_strategy.backends.torch.gradient_buckets import FlatBufferPool
 from keras_strategy.backends.torch.replica import (
     PARTIAL_UPDATE_NOTE,
     InPlaceReplica,
-    RunState,
     TorchReplica,
     returned_variable,
 )
@@ -39,24 +39,16 @@ from keras_strategy.backends.torch.state import (
 from keras_strategy.backends.torch.training import LogReaderDetector
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import GroupAttributes
-from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import BatchRows
-from keras_strategy.core.variable_components import update_components
+from keras_strategy.core.variable_components import ComponentGroup
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_value
-from keras_strategy.training import ownership
-from keras_strategy.training.reduction import (
-    axes_to_reduce,
-    cast_for_sum,
-    check_same_dtype,
-    num_entries,
-)
+from keras_strategy.training import ownership, reduction
 from keras_strategy.training.sharding import FlatShards
 from keras_strategy.training.train_step import find_batch_rows
 from keras_strategy.training.variable_sync import is_sync_on_read
 from keras_strategy.values import (
     DistributedValues,
-    Mirrored,
     PerReplica,
     ReduceOp,
     is_numeric_array,
@@ -66,11 +58,7 @@ from keras_strategy.values import (
 )
 
 
-class TorchGroup:
-    """The local replicas of a strategy, one on each device."""
-
-    update = update_components
-
+class TorchGroup(ComponentGroup):
     def __init__(
         self, strategy: Any, devices: tuple[str, ...], workers: TorchWorkers | None
     ):
@@ -109,18 +97,12 @@ class TorchGroup:
             if not shard_adopted_slot(self.strategy, variable):
                 get_or_create_components(variable, self.layout)
 
-    def sync_initial_values(self, variables: Sequence[Any]) -> int:
-        if self.workers is None or not variables:
-            return len(variables)
-        values = [stored_value(variable) for variable in variables]
-        chiefs = self.workers.broadcast_if_different(
-            "the first values of variables", values
-        )
-        with torch.no_grad():
-            for value, chief in zip(values, chiefs, strict=False):
-                if chief is not None:
-                    value.copy_(chief)
-        return len(chiefs)
+    def initial_value(self, variable: Any) -> torch.Tensor:
+        return stored_value(variable)
+
+    @torch.no_grad()
+    def set_initial_value(self, variable: Any, value: torch.Tensor) -> None:
+        stored_value(variable).copy_(value)
 
     def trainer_scope(
         self, model: Any, method: str, arguments: dict[str, Any]
@@ -134,9 +116,6 @@ class TorchGroup:
             detector = LogReaderDetector(self.strategy, listed, is_shown)
             arguments["callbacks"] = [*listed, detector]
         return contextlib.nullcontext()
-
-    def check_cross_replica_apply(self) -> None:
-        """Do nothing: an optimizer may apply gradients in cross-replica context."""
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
         scope = current_stateless_scope()
@@ -167,18 +146,12 @@ class TorchGroup:
         """Leave each replica its shard of an initialized variable."""
         ShardedComponents(variable, self.layout, shares)
 
-    def per_replica_value(self, variable: Any) -> PerReplica:
-        return PerReplica(self.components(variable))
-
     def assign_components(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
         scope = current_stateless_scope()
         if isinstance(scope, MergedScope):
             scope.assign_components(variable, values)
         else:
             get_or_create_components(variable, self.layout).assign_each(values)
-
-    def mirror(self, value: Any) -> Mirrored:
-        return Mirrored([get_engine().copy_to(value, name) for name in self.devices])
 
     def run(
         self,
@@ -199,20 +172,20 @@ class TorchGroup:
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, batch: BatchRows | None
     ) -> Any:
         count = len(self.devices)
-        run, turns = RunState(), TurnScheduler(count)
+        turns = TurnScheduler(count)
         attributes = self._attributes.begin()
         replicas = [
-            TorchReplica(self, index, turns, attributes[index], run, batch)
+            TorchReplica(self, index, turns, attributes[index], batch)
             for index in range(count)
         ]
         # Replicas have this thread's settings.
-        state, gradients = ThreadState.capture(), torch.is_grad_enabled()
+        settings, gradients = copy_settings(), torch.is_grad_enabled()
 
         def run_replica(replica, arguments):
             index = replica.index
             device = self.torch_devices[index]
             with (
-                state.applied(),
+                applied_settings(settings),
                 torch.set_grad_enabled(gradients),
                 self.device_scopes[index](),
                 keras.device(device),
@@ -278,15 +251,15 @@ class TorchGroup:
                 "Only tensors and numbers can be reduced. Received a PerReplica value "
                 f"of other types: {value!r}"
             )
-        values = [cast_for_sum(v).to(self._device) for v in value.values]
-        check_same_dtype(values)
-        axes = axes_to_reduce(axis, [v.shape for v in values])
+        values = [reduction.cast_for_sum(v).to(self._device) for v in value.values]
+        reduction.check_same_dtype(values)
+        axes = reduction.axes_to_reduce(axis, [v.shape for v in values])
         total = self._sum(sum_tensors([v.sum(dim=axes) if axes else v for v in values]))
         if reduce_op is ReduceOp.SUM:
             return total
         if not axes:
             return total / self.topology.num_replicas
-        count = sum(num_entries(v.shape, axes) for v in values)
+        count = sum(reduction.num_entries(v.shape, axes) for v in values)
         return total / self._sum(torch.tensor(count, device=total.device))
 
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -313,7 +286,6 @@ class TorchGroup:
 
 
 def torch_device(name: str) -> str:
-    """Return torch's name for a canonical device name."""
     kind, index = name.split(":")
     # torch would copy a tensor from "cpu" to "cpu:1", and a copy of a Parameter
     # has no gradient.

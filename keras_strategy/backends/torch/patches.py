@@ -28,18 +28,7 @@ from keras_strategy.backends.torch.replica import (
 from keras_strategy.backends.torch.training import BatchFunction
 from keras_strategy.core.context import distributed_replica, thread_state
 from keras_strategy.data.indexed_dataset import LoaderRowReader
-from keras_strategy.data.local_rows import local_bounds_fn
-from keras_strategy.data.worker_batches import SynchronizedBatches
-from keras_strategy.keras_patches.data_adapters import (
-    RowsOfArrays,
-    array_batch_counts,
-    has_local_batches,
-    is_building,
-    join_batches,
-    prefetch_pauses,
-    read_ahead,
-    read_local_rows,
-)
+from keras_strategy.keras_patches import data_adapters
 from keras_strategy.keras_patches.losses_metrics import step_metrics_result
 from keras_strategy.keras_patches.patch import (
     find_module,
@@ -58,6 +47,7 @@ from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.options import GLOBAL
 from keras_strategy.training import ownership
 from keras_strategy.training.ownership import strategy_of_model
+from keras_strategy.training.row_weights import local_bounds
 from keras_strategy.training.saving import overridden_value
 from keras_strategy.training.train_step import merge_worker_metrics
 
@@ -116,10 +106,8 @@ TorchEpochIterator: Any = find_module(
     when=in_replica,
 )
 def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
-    """Draw from the replica's generator, not the process's, if there is no seed.
-
-    This includes a `SeedGenerator` without a seed, whose state does not change.
-    """
+    """Draw from the replica's generator, not the process's, if there is no seed."""
+    # This includes a `SeedGenerator` without a seed, whose state does not change.
     if draws_for_local_rows() is not None or replica.step.is_drawing:
         return original(inputs, rate, noise_shape, seed)
     seeded = seed is not None and getattr(seed, "_initial_seed", seed) is not None
@@ -153,11 +141,9 @@ _has_known_settings = _can_read_settings()
 
 @hook(keras.Variable, "value", None, multi_replica_only=True)
 def _value(original, self):
-    """Aggregate a sync-on-read variable that is read in cross-replica context.
-
-    Without a replica's scope in the thread, Keras would read the first component. An
-    initial value is broadcast from the chief before it is read.
-    """
+    """Aggregate a sync-on-read variable that is read in cross-replica context."""
+    # Without a replica's scope in the thread, Keras would read the first component. An
+    # initial value is broadcast from the chief before it is read.
     # This is called very often, so the common cases come first, inline.
     components = self.__dict__.get(state.COMPONENTS)
     if components is not None and components.shards is not None:
@@ -211,7 +197,7 @@ def _value(original, self):
 def _initialize(original, strategy, self, value):
     """Register the initial value, which becomes the chief's on every worker."""
     original(self, value)
-    ownership.register_initial_value(strategy, self)
+    ownership.pending_values.append((strategy, self))
 
 
 @multi_replica_only
@@ -231,10 +217,8 @@ def _direct_assign(original, writer, self, value):
 
 @hook(keras.Variable, "__init__", (), when=in_place_replica)
 def _init(original, replica, self, *args, **kwargs):
-    """Leave variables created in a replica uninitialized.
-
-    Also if the process has a single replica. Keras raises when they are used.
-    """
+    """Leave variables created in a replica uninitialized."""
+    # Also if the process has a single replica. Keras raises when they are used.
     with keras.StatelessScope(initialize_variables=False):
         original(self, *args, **kwargs)
 
@@ -250,20 +234,16 @@ def _pending_values(layer):
 
 @hook(keras.Layer, "_track_variables", "(self)", when=_pending_values)
 def _track_variables(original, pending, self):
-    """Register the tensors with torch without reading them.
-
-    The chief's values are written to them later.
-    """
+    """Register the tensors with torch without reading them."""
+    # The chief's values are written to them later.
     with ownership.without_broadcast():
         original(self)
 
 
 @hook(keras.Layer, "zero_grad", "(self, set_to_none=True)", when=in_replica)
 def _zero_grad(original, replica, self, set_to_none=True):
-    """Clear this replica's gradients.
-
-    torch would clear those of the first replica, from every replica's thread.
-    """
+    """Clear this replica's gradients."""
+    # torch would clear those of the first replica, from every replica's thread.
     if isinstance(replica, InPlaceReplica):
         original(self, set_to_none)
         return
@@ -350,40 +330,38 @@ def _in_multi_replica_scope():
 
 @hook(TorchEpochIterator, "_get_iterator", "(self)", when=_in_multi_replica_scope)
 def _get_iterator(original, strategy, self):
-    """Let several workers agree on their batches and read their local rows.
-
-    Batches are prefetched where that is not observable. A model is built with a global
-    batch, as on one device.
-    """
-    prefetch = functools.partial(read_ahead, self, scope=strategy.extended.group.scope)
+    """Let several workers agree on their batches and read their local rows."""
+    # Batches are prefetched where that is not observable. A model is built with a
+    # global batch, as on one device.
+    prefetch = functools.partial(
+        data_adapters.read_ahead, self, scope=strategy.extended.group.scope
+    )
     cluster = strategy.extended.cluster
     if cluster is None:
         return prefetch(original(self))
-    to_split = strategy.num_replicas_in_sync > 1 and not is_building(self)
-    if has_local_batches(self):
+    to_split = strategy.num_replicas_in_sync > 1 and not data_adapters.is_building(self)
+    if data_adapters.has_local_batches(self):
         local = len(strategy.extended.worker_devices)
-        batches = join_batches(
+        batches = data_adapters.join_batches(
             self, prefetch(original(self)), cluster, local, same_shapes=False
         )
         return batches if to_split else batches.as_read()
     batches = None
     if to_split:
-        batches = read_local_rows(
-            self.data_adapter, local_bounds_fn(strategy), _HostBatches
+        batches = data_adapters.read_local_rows(
+            self.data_adapter,
+            functools.partial(local_bounds, strategy.extended.topology),
+            _HostBatches,
         )
         if batches is not None and not isinstance(
-            batches, LoaderRowReader | RowsOfArrays
+            batches, LoaderRowReader | data_adapters.RowsOfArrays
         ):
             # torch's generator advances as by Keras's own loader.
             batches = DataLoader(
                 _Stream(batches), batch_size=None, collate_fn=lambda batch: batch
             )
     batches = prefetch(original(self) if batches is None else batches)
-    counts = array_batch_counts(self.data_adapter)
-    pauses = prefetch_pauses(self, batches)
-    return SynchronizedBatches(
-        batches, cluster, counts, pauses, warn_full_reads=not is_building(self)
-    )
+    return data_adapters.synchronize(self, batches, cluster)
 
 
 class _HostBatches:
@@ -432,11 +410,9 @@ if hasattr(keras.Model, "_initialize_ddp"):
 
 @model_hook("get_metrics_result", "(self)", when=model_strategy)
 def _get_metrics_result(original, strategy, self):
-    """Sum the states of all metrics in one collective, between our workers.
-
-    Otherwise each state is a collective of its own, and Keras 3.16 sums them over all
-    processes if torch.distributed is initialised.
-    """
+    """Sum the states of all metrics in one collective, between our workers."""
+    # Otherwise each state is a collective of its own, and Keras 3.16 sums them over all
+    # processes if torch.distributed is initialised.
     replica = in_step()
     if replica is not None:
         return step_metrics_result(_base_metrics_result, replica, self)

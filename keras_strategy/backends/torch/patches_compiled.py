@@ -26,10 +26,8 @@ def _add_loss(original, graph, self, loss):
     when=current_graph,
 )
 def _can_use_flash_attention(original, graph, *args, raise_error=False, **kwargs):
-    """Let torch choose the attention kernel in a compiled forward pass.
-
-    torch.compile cannot trace Keras's check, which predicts torch's own choice.
-    """
+    """Let torch choose the attention kernel in a compiled forward pass."""
+    # torch.compile cannot trace Keras's check, which predicts torch's own choice.
     return original(*args, raise_error=True, **kwargs) if raise_error else False
 
 

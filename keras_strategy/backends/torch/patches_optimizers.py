@@ -21,7 +21,7 @@ from keras_strategy.backends.threads.patches_sharding import (
 )
 from keras_strategy.backends.torch.gradient_buckets import (
     MAX_BUCKET_BYTES,
-    split_by_bytes,
+    bucket_by_size,
 )
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.state import gradient_shard, shard_of
@@ -39,14 +39,12 @@ Adam: Any = find_module("Adam", "keras.src.backend.torch.optimizers.torch_adam")
 
 
 def _fused_update(adam, tensors_of, grads, variables, learning_rate) -> bool:
-    """Do Adam's step with torch's kernel, and return False if it does not apply.
-
-    The formula is Keras's, from Kingma and Ba, 2014, before their section 2.1:
-    variable -= alpha * momentum / (sqrt(velocity) + epsilon), where alpha is
-    rate * sqrt(1 - beta_2**step) / (1 - beta_1**step). torch's kernel corrects the
-    slots instead and uses epsilon differently, so its correction is disabled, and its
-    learning rate is alpha.
-    """
+    """Do Adam's step with torch's kernel, and return False if it does not apply."""
+    # The formula is Keras's, from Kingma and Ba, 2014, before their section 2.1:
+    # variable -= alpha * momentum / (sqrt(velocity) + epsilon), where alpha is
+    # rate * sqrt(1 - beta_2**step) / (1 - beta_1**step). torch's kernel corrects the
+    # slots instead and uses epsilon differently, so its correction is disabled, and
+    # its learning rate is alpha.
     slot_lists = [adam._momentums, adam._velocities]
     if adam.amsgrad:
         slot_lists.append(adam._velocity_hats)
@@ -125,10 +123,9 @@ def _update(original, replica, self, grads, variables, learning_rate):
 
 
 class _TorchShardedUpdateScope(ShardedUpdateScope):
-    """The scope of a replica's sharded update.
+    """The scope of a replica's sharded update."""
 
-    `indices` are those of the replica's gradients among the `count` of all replicas.
-    """
+    # `indices` are those of the replica's gradients among the `count` of all replicas.
 
     def __init__(
         self,
@@ -165,8 +162,8 @@ def _gather_updated_weights(
     replica: TorchReplica, updates: Sequence[_ShardedUpdate]
 ) -> None:
     """Write the other replicas' updated shards to this replica's weights."""
-    for part in split_by_bytes([u.tensor for u in updates], MAX_BUCKET_BYTES):
-        group = updates[part]
+    for bucket in bucket_by_size([u.tensor for u in updates], MAX_BUCKET_BYTES):
+        group = [updates[index] for index in bucket]
         sizes = [
             sum([update.shards.size_of(r) for update in group])
             for r in range(len(group[0].shards.bounds))
@@ -188,11 +185,9 @@ def _gather_updated_weights(
     when=optimizer_sharding_of,
 )
 def _apply_gradients(original, sharding, self, grads, trainable_variables):
-    """Update the replica's shard with Keras's own code, then gather the weights.
-
-    The gradients are summed and unscaled before. Constraints are applied afterwards, to
-    full weights.
-    """
+    """Update the replica's shard with Keras's own code, then gather the weights."""
+    # The gradients are summed and unscaled before. Constraints are applied afterwards,
+    # to full weights.
     replica = current_thread_replica()
     if replica is None or not replica.sees_replica_variables():
         scope = current_stateless_scope()

@@ -1,30 +1,29 @@
 """Counts and timings of collectives and copies while a program trains."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from keras_strategy.backends.torch.collectives import ALL_GATHER
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.training.reduction import compute_and_comm_fractions
 
 _COLLECTIVES = (
     "all_reduce",
     "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
+    ALL_GATHER,
     "all_to_all_single",
 )
 
 
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
-    """Count collectives, their bytes, compilations and device copies.
-
-    The collectives are calls of torch.distributed and sums over threads, and their
-    bytes those of this process, or of one thread. torch's CPUs are one device.
-    """
+    """Count collectives, their bytes, compilations and device copies."""
+    # The collectives are calls of torch.distributed and sums over threads, and their
+    # bytes those of this process, or of one thread. torch's CPUs are one device.
     collectives = data = copies = 0
 
     def count_collective(sent):
@@ -74,11 +73,9 @@ _COLLECTIVE_EVENTS = ("c10d::", "gloo:", "nccl:", "ncclDevKernel", "mpi:", _ADDS
 
 
 def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | None:
-    """Return the fractions of time spent in computation and in collectives.
-
-    On GPUs they are those of this process's kernels; on CPUs, those of torch's
-    operations in any thread, since replicas of one process take turns.
-    """
+    """Return the fractions of time spent in computation and in collectives."""
+    # On GPUs they are those of this process's kernels; on CPUs, those of torch's
+    # operations in any thread, since replicas of one process take turns.
     activities = [torch.profiler.ProfilerActivity.CPU]
     on_gpus = torch.cuda.is_available()
     if on_gpus:
@@ -108,15 +105,5 @@ def _is_collective(event: Any) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a function or method for a while."""
-    original, is_inherited = getattr(owner, name), name not in vars(owner)
-    setattr(owner, name, wrap(original))
-    try:
-        yield
-    finally:
-        if is_inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
+def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Any:
+    return mock.patch.object(owner, name, wrap(getattr(owner, name)))

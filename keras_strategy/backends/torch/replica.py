@@ -39,7 +39,7 @@ from keras_strategy.core.step_state import BatchRows, row_ranges
 from keras_strategy.keras_patches.patch import multi_replica_only
 from keras_strategy.keras_patches.random import dry_run_layer, layer_draws
 from keras_strategy.keras_patches.variables_optimizers import stored_value
-from keras_strategy.training.reduction import cast_for_sum, check_same_dtype
+from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.sharding import OPTIMIZER_SHARDING, gradient_shards
 from keras_strategy.values import (
     PerReplica,
@@ -60,15 +60,6 @@ _SEED_STRIDE = 0x9E3779B1
 _clone_all: Callable[..., Any] = torch._foreach_clone  # pyright: ignore
 
 
-class RunState:
-    """State that the replicas of one `strategy.run` share."""
-
-    def __init__(self) -> None:
-        self.seed: int | None = None
-        # What the first replica drew, and how many others still have to take it.
-        self.drawn: dict[Any, list[Any]] = {}
-
-
 class TorchReplica(ThreadReplica):
     """A replica that is a thread and stages what it writes."""
 
@@ -78,11 +69,12 @@ class TorchReplica(ThreadReplica):
         index: int,
         turns: TurnScheduler,
         attributes: ReplicaAttributes,
-        run: RunState,
         batch: BatchRows | None,
     ):
-        super().__init__(group.strategy, index, group.topology, turns, attributes)
-        self._group, self._run = group, run
+        super().__init__(
+            group.strategy, index, group.topology, group.workers, turns, attributes
+        )
+        self._group = group
         self.scope = self.make_scope()
         self._generators: dict[torch.device, torch.Generator] = {}
         self._draws = 0
@@ -92,7 +84,8 @@ class TorchReplica(ThreadReplica):
             self.step.draws, self.step.dry_run = layer_draws, dry_run_layer
 
     def make_scope(self) -> Any:
-        return StagedWriteScope(self, self._group.layout, self._run)
+        # Variables refer to this object of the run, so it must not hold its results.
+        return StagedWriteScope(self, self._group.layout, self._turns.drawn)
 
     def sees_replica_variables(self) -> bool:
         """Return True if this thread reads and writes the replica's own tensors."""
@@ -114,7 +107,7 @@ class TorchReplica(ThreadReplica):
 
     def gather_updates(self, shard: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Join the replicas' flat tensors of given sizes; do not modify the result."""
-        workers = self._group.workers
+        workers = self.workers
 
         def combine(shards):
             joined = torch.cat([shard.to(shards[0].device) for shard in shards])
@@ -133,13 +126,9 @@ class TorchReplica(ThreadReplica):
     def add(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return sum_tensors(tensors)
 
-    def sum_over_workers(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        workers = self._group.workers
-        return tensor if workers is None else workers.sum(name, tensor)
-
     def sum(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the replicas, a new tensor."""
-        workers = self._group.workers
+        workers = self.workers
         if workers is not None and len(self._group.devices) == 1:
             return workers.sum(name, tensor)
         total = self.total(name, tensor.detach())
@@ -165,12 +154,14 @@ class TorchReplica(ThreadReplica):
             elif weight is not None:
                 is_inexact = flat.is_floating_point() or flat.is_complex()
                 flat = flat.mul_(weight) if is_inexact else flat * weight
-            return self.sum("optimizer.apply", flat)
+            return self.sum(self.step.reduction, flat)
 
+        convert = keras.ops.convert_to_tensor
         with torch.no_grad():
             return map_flattened(
                 [
-                    t if type(t) is torch.Tensor else keras.ops.convert_to_tensor(t)
+                    # Sparse gradients have other rows on each replica.
+                    (t if type(t) is torch.Tensor else convert(t)).to_dense()
                     for t in tensors
                 ],
                 sum_weighted,
@@ -183,7 +174,7 @@ class TorchReplica(ThreadReplica):
         self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
     ) -> Any:
         # Replica 0 comes first. Replicas that share memory take its numbers.
-        drawn, key = self._run.drawn, (self._draws, what)
+        drawn, key = self._turns.drawn, (self._draws, what)
         self._draws += 1
         entry = drawn.get(key)
         if self.index == 0 or entry is None:
@@ -199,15 +190,13 @@ class TorchReplica(ThreadReplica):
         return entry[1]
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return this replica's substitute for torch's process-wide generator.
-
-        It is seeded by the process's, whose state is equal on all workers and advances
-        only if a replica draws.
-        """
+        """Return this replica's substitute for torch's process-wide generator."""
+        # It is seeded by the process's, whose state is equal on all workers and
+        # advances only if a replica draws.
         if device not in self._generators:
-            if self._run.seed is None:
-                self._run.seed = int(torch.randint(2**62, ()))
-            seed = (self._run.seed + self.id * _SEED_STRIDE) % 2**63
+            if self._turns.seed is None:
+                self._turns.seed = int(torch.randint(2**62, ()))
+            seed = (self._turns.seed + self.id * _SEED_STRIDE) % 2**63
             self._generators[device] = torch.Generator(device).manual_seed(seed)
         return self._generators[device]
 
@@ -224,12 +213,11 @@ def returned_variable(
 
 
 class _AllReduce(torch.autograd.Function):
-    """All-reduce of values, or of the gradients of such a result.
+    """All-reduce of values, or of the gradients of such a result."""
 
-    In a training step the optimizer multiplies gradients by the row weight w_r
-    afterwards, so their sum is (sum over s of w_s * g_s) / w_r. By the same rule each
-    of the two is the gradient of the other.
-    """
+    # In a training step the optimizer multiplies gradients by the row weight w_r
+    # afterwards, so their sum is (sum over s of w_s * g_s) / w_r. By the same rule each
+    # of the two is the gradient of the other.
 
     @staticmethod
     def forward(
@@ -266,27 +254,7 @@ class _AllGather(torch.autograd.Function):
     def forward(
         ctx: Any, tensor, replica: TorchReplica, axis: int, weight: float | None
     ):
-        def combine(tensors):
-            check_same_dtype(tensors)
-            device = tensors[0].device
-            try:
-                joined = torch.cat([t.to(device) for t in tensors], dim=axis)
-            except (RuntimeError, IndexError) as error:
-                shapes = [tuple(t.shape) for t in tensors]
-                raise ValueError(
-                    "`all_gather` needs values of rank 1 or more whose dimensions "
-                    f"other than axis={axis} are equal. Received the shapes "
-                    f"{shapes}, in the order of the replicas."
-                ) from error
-            sizes = [t.shape[axis] for t in tensors]
-            if workers is None:
-                return joined, sizes
-            joined, _ = workers.gather("all_gather", joined, axis)
-            local_sizes = torch.tensor(sizes, device=joined.device)
-            return joined, workers.gather("all_gather", local_sizes, 0)[0].tolist()
-
-        workers = replica._group.workers
-        joined, sizes = replica.exchange("all_gather", tensor.detach(), combine)
+        joined, sizes = replica.gather(tensor.detach(), axis)
         ctx.replica, ctx.axis, ctx.sizes, ctx.weight = replica, axis, sizes, weight
         return joined.to(tensor.device, copy=True)
 
@@ -305,9 +273,7 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
     scope: Any
 
     def __init__(self, group: Any, batch: BatchRows | None):
-        super().__init__(
-            group, 0, TurnScheduler(1), ReplicaAttributes({}), RunState(), batch
-        )
+        super().__init__(group, 0, TurnScheduler(1), ReplicaAttributes({}), batch)
         self.layout, self.device = group.layout, group.torch_devices[0]
         self.buffers = group.buffers
         # What was overwritten and copies of the old values, by `id`.
@@ -375,7 +341,6 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
         return tensors
 
     def _save(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy tensors that are about to be overwritten."""
         if self.step.is_applying and self.step.row_weight is not None:
             self.is_partly_updated = True
             return
@@ -390,12 +355,17 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
         self, tensors: Sequence[torch.Tensor], weight: float | None
     ) -> list[torch.Tensor]:
         kinds = {
-            (t.dtype, t.device) if type(t) is torch.Tensor else None for t in tensors
+            (t.layout, t.dtype, t.device) if type(t) is torch.Tensor else None
+            for t in tensors
         }
         kind = kinds.pop() if len(kinds) == 1 else None
-        if kind is None or not kind[0].is_floating_point:
+        if (
+            kind is None
+            or kind[0] is not torch.strided
+            or not kind[1].is_floating_point
+        ):
             return super().weighted_sum(tensors, weight)
-        workers = self._group.workers
+        workers = self.workers
         variables, optimizer = self.step.reducing_gradients_of, self.step.optimizer
         shards = None
         if (
@@ -415,7 +385,7 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
 
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Call a function, and undo all of its effects if it fails."""
-        workers = self._group.workers
+        workers = self.workers
         try:
             workers.replica = self
             with self._group.device_scopes[0](), context.replica_scope(self.context):
@@ -424,7 +394,8 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
                     select_replica((args, kwargs), 0, 1)
                 )
                 outputs = self._outputs(fn(*args, **kwargs))
-            self._attributes.keep()
+            self._attributes.swapped.clear()  # the only replica's values stay
+            self._attributes.swap_out()
             return outputs
         except BaseException as error:
             self._attributes.swap_out()

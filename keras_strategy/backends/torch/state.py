@@ -86,10 +86,8 @@ class Components:
             self.assign(variable, first.clone())
 
     def refresh(self, variable: Any) -> None:
-        """Copy the first component to the others if other code wrote to it.
-
-        A torch optimizer, or code that modifies `variable.value`, writes only that one.
-        """
+        """Copy the first component to the others if other code wrote to it."""
+        # A torch optimizer, or code that modifies `variable.value`, writes only that.
         if self.first._version == self.version or self.on_read or self.is_central:
             return
         with torch.no_grad():
@@ -126,10 +124,8 @@ class Components:
         self.version = self.first._version
 
     def full_values(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the variable's value for each local replica, given what each stores.
-
-        If it is sharded, all workers have to call this.
-        """
+        """Return the value on each local replica, given what each stores."""
+        # If it is sharded, all workers have to call this.
         return parts
 
     def aggregated_value(self, variable: Any) -> torch.Tensor:
@@ -153,10 +149,9 @@ class Components:
 
 
 class ShardedComponents(Components):
-    """The shards of a variable that this worker's replicas store.
+    """The shards of a variable that this worker's replicas store."""
 
-    The tensor of the variable is replaced by the shard of the first of them.
-    """
+    # The tensor of the variable is replaced by the shard of the first of them.
 
     shards: FlatShards
 
@@ -196,11 +191,9 @@ class ShardedComponents(Components):
         return [full.to(device) for device in self.layout.devices]
 
     def current_value(self, variable: Any) -> torch.Tensor | None:
-        """Return the full value; all replicas and workers call this.
-
-        Return None if the current scope has a value of its own: while the optimizer
-        updates its shard, and in a scope with the user's values.
-        """
+        """Return the full value; all replicas and workers call this."""
+        # Return None if the current scope has a value of its own: while the optimizer
+        # updates its shard, and in a scope with the user's values.
         scope, replica = current_stateless_scope(), current_thread_replica()
         if isinstance(scope, MergedScope):
             return self.full_values(scope.components(variable))[0]
@@ -223,10 +216,8 @@ def shard_of(full: torch.Tensor, shards: FlatShards, replica: int) -> torch.Tens
 
 
 def shard_only_gradient(gradient: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return a stand-in for a gradient's sum of which only the local shard is known.
-
-    Its elements are NaN, for code that reads it without `gradient_shard`.
-    """
+    """Return a stand-in for a gradient's sum of which only the local shard is known."""
+    # Its elements are NaN, for code that reads it without `gradient_shard`.
     full = gradient.new_full((), math.nan).expand(gradient.shape)
     setattr(full, _LOCAL_SHARD, shard)
     return full
@@ -258,11 +249,9 @@ def find_components(variable: Any) -> Components | None:
 
 
 def get_or_create_components(variable: Any, layout: Layout) -> Components:
-    """Return a variable's components, created when a replica first uses it.
-
-    A variable of no strategy, such as the process's seed generator, may be used by
-    several: each then creates components from the first one.
-    """
+    """Return a variable's components, created when a replica first uses it."""
+    # A variable of no strategy, such as the process's seed generator, may be used by
+    # several: each then creates components from the first one.
     components = find_components(variable)
     # Called for each variable in each run, so compare identity first.
     if components is not None:
@@ -278,10 +267,9 @@ def get_or_create_components(variable: Any, layout: Layout) -> Components:
 
 
 class StagedWriteScope(ReplicaScope):
-    """The variables as one replica reads and writes them.
+    """The variables as one replica reads and writes them."""
 
-    `run` identifies the run; it is the same object for all its replicas.
-    """
+    # `run` identifies the run; it is the same object for all its replicas.
 
     def __init__(self, replica: Any, layout: Layout, run: object):
         super().__init__(replica)

@@ -5,6 +5,7 @@ worker, reads them.
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ import keras
 import torch
 from keras import tree
 
-from keras_strategy.audit.first_step import FirstStepAudit
+from keras_strategy.audit.verify import FirstStepAudit
 from keras_strategy.backends.torch.compilation import CompiledModel
-from keras_strategy.core.step_state import RowRange
-from keras_strategy.data.local_rows import LocalRows, local_bounds_fn
+from keras_strategy.core.step_state import LocalRows, RowRange
 from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.keras_patches.trainer import build_compiled_metrics, listens
 from keras_strategy.training import train_step as rules
 from keras_strategy.training.callbacks import LogFreeCallback
+from keras_strategy.training.row_weights import local_bounds
 from keras_strategy.training.train_step import count_array_rows
 from keras_strategy.values import (
     PerReplica,
@@ -32,10 +33,9 @@ from keras_strategy.values import (
 
 
 class _UnreadLogs(dict):
-    """A model's metrics, of which only the names are read, without a collective.
+    """A model's metrics, of which only the names are read, without a collective."""
 
-    Keras reads them at the end of an epoch, and then the metrics themselves.
-    """
+    # Keras reads them at the end of an epoch, and then the metrics themselves.
 
     def __init__(self, model: keras.Model):
         super().__init__()
@@ -47,12 +47,11 @@ class _UnreadLogs(dict):
 
 
 class BatchFunction:
-    """A train, test or predict function, called by Keras for a list of batches.
+    """A train, test or predict function, called by Keras for a list of batches."""
 
-    The list has more than one with `steps_per_execution`, which Keras supports on torch
-    since 3.16. Keras passes the logs to the callbacks, and ends the epoch with the
-    metrics' results if all logs are named after metrics.
-    """
+    # The list has more than one with `steps_per_execution`, which Keras supports on
+    # torch since 3.16. Keras passes the logs to the callbacks, and ends the epoch with
+    # the metrics' results if all logs are named after metrics.
 
     def __init__(self, model: keras.Model, kind: str, strategy: Any):
         self._audit = FirstStepAudit(model, kind, strategy)
@@ -66,7 +65,7 @@ class BatchFunction:
             _check,
             (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
         )
-        self._is_first = True
+        self._may_lack_metrics = kind != "predict"
         self._compiled: Any = contextlib.nullcontext()
         if model.jit_compile and not model.run_eagerly:
             self._compiled = CompiledModel(model, strategy)
@@ -78,8 +77,8 @@ class BatchFunction:
         self._metric_names: set[str] | None = None  # set when logs were merged
 
     def __call__(self, batches: Sequence[Any]) -> Any:
-        if self._is_first:
-            self._is_first = False
+        if self._may_lack_metrics:
+            self._may_lack_metrics = False
             build_compiled_metrics(self._model, _arrays_of(batches[0]))
         if not self._audit.is_done and self._audit.is_due():
             self._audit.run(batches[0])
@@ -123,11 +122,8 @@ class BatchFunction:
                 return select_replica(logs, 0, len(weights))
             if names is None:
                 self._metric_names = set(model.get_metrics_result())
-            local = rules.average_logs(logs, weights)
-            if workers is None:
-                return local
-            means = workers.sum_all("logs", tree.flatten(local))
-            return tree.pack_sequence_as(local, means)
+            sum_all = workers and functools.partial(workers.sum_all, "logs")
+            return rules.average_logs(logs, weights, sum_all)
 
     def _build(self, batch: Any) -> None:
         """Build an untrained model, once for all replicas."""
@@ -162,10 +158,9 @@ class BatchFunction:
 
 
 class LogReaderDetector(keras.callbacks.Callback):
-    """Detects whether the logs of batches are read, when a loop begins.
+    """Detects whether the logs of batches are read, when a loop begins."""
 
-    `callbacks` are the other ones. A progress bar, which Keras adds, reads the logs.
-    """
+    # `callbacks` are the other ones. A progress bar, which Keras adds, reads the logs.
 
     def __init__(self, strategy: Any, callbacks: list[Any], is_shown: bool):
         super().__init__()
@@ -213,11 +208,9 @@ class _LocalBatch:
 
 
 def _split(batch: Any, strategy: Any) -> list[_LocalBatch]:
-    """Split a global batch, or this worker's rows of it, over the local replicas.
-
-    A replica without rows gets the first row and the weight 0, since some metrics do
-    not accept a batch of 0 rows.
-    """
+    """Split a global batch, or this worker's rows of it, over the local replicas."""
+    # A replica without rows gets the first row and the weight 0, since some metrics do
+    # not accept a batch of 0 rows.
     local = batch if isinstance(batch, LocalRows) else None
     batch = _arrays_of(batch)
     arrays: list[Any] = []
@@ -226,8 +219,10 @@ def _split(batch: Any, strategy: Any) -> list[_LocalBatch]:
     if rows == 0:
         raise ValueError("A batch must have 1 row or more. Received a batch of 0 rows.")
     total = rows if local is None else local.global_rows
-    bounds = local_bounds_fn(strategy)(total) if local is None else local.bounds
-    first = 0 if local is None else bounds[0][0]
+    if local is None:
+        bounds, first = local_bounds(strategy.extended.topology, total), 0
+    else:
+        bounds, first = local.bounds, local.bounds[0][0]
     has_arrays = any(map(is_numeric_array, arrays))
 
     def make_local_batch(begin, end):
