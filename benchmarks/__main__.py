@@ -16,9 +16,9 @@ from typing import Any
 import keras_strategy
 from benchmarks.comparisons import BACKENDS, COMPARISONS, Comparison
 from benchmarks.measure import row_of
+from benchmarks.paired_timing import CPU
 from benchmarks.report import ratio, table
 from benchmarks.sides import starter_for
-from keras_strategy.launch.paired_timing import CPU
 
 # That a row is measured, at most.
 ATTEMPTS = 3

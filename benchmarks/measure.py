@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.comparisons import Comparison
+from benchmarks.paired_timing import CPU, OtherLoad, Pairing, compare, warm
 from benchmarks.sides import Sided
-from keras_strategy.launch.paired_timing import CPU, OtherLoad, Pairing, compare, warm
 from keras_strategy.testing.warm_starter import WarmStarter
 
 # A row is noisy where others took more than this share of the machine, or the quartiles

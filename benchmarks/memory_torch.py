@@ -14,6 +14,7 @@ from benchmarks.memory import Found, trained
 # What a ring sends of the bytes of a collective's largest tensor, by its name in torch.
 _KINDS = {
     "all_reduce": ("all-reduce", 2.0),
+    "all_gather_single": ("all-gather", 1.0),
     "all_gather_into_tensor": ("all-gather", 1.0),
     "all_to_all_single": ("all-to-all", 1.0),
 }

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparisons import BACKENDS
+from benchmarks.paired_timing import CPU, WALL
 from benchmarks.report import table
-from keras_strategy.launch.paired_timing import CPU, WALL
 
 ROOT = Path(__file__).parents[1]
 HISTORY = ROOT / "benchmarks" / "history"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from keras_strategy.launch.paired_timing import CPU, WALL
+from benchmarks.paired_timing import CPU, WALL
 
 HEAD = (
     *("backend", "case: ours", "peer", "ratio of steps/s", "of steps/CPU-s", "aim"),

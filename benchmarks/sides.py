@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.comparisons import Comparison
+from benchmarks.paired_timing import CPU, WALL
 from keras_strategy.launch.local_cluster import LocalCluster, free_ports
-from keras_strategy.launch.paired_timing import CPU, WALL
 from keras_strategy.launch.processes import Process
 from keras_strategy.testing.warm_starter import WarmStarter, base_environment
 

@@ -98,7 +98,8 @@ def audit(mode: str = "warn") -> None:
 
     Args:
         mode: `"warn"`, the default, logs a warning that names the place and the fix;
-            `"raise"` raises `RuntimeError` instead; `"off"` does not audit.
+            `"raise"` raises `RuntimeError` instead; `"off"` does not audit, and a
+            first step made meanwhile is not audited later.
 
     Raises:
         ValueError: If `mode` is unknown.

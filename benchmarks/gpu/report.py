@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from benchmarks.paired_timing import CPU, WALL
 from benchmarks.report import both, ratio
-from keras_strategy.launch.paired_timing import CPU, WALL
 
 
 def report(run: dict[str, Any]) -> str:

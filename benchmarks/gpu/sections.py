@@ -12,8 +12,8 @@ from benchmarks.comparisons import Comparison
 from benchmarks.gpu import engine
 from benchmarks.gpu.cases import EXACT, HALF, REHEARSAL, TIMED
 from benchmarks.measure import fixed_seconds
+from benchmarks.paired_timing import WALL, compare, warm
 from benchmarks.sides import Sided
-from keras_strategy.launch.paired_timing import WALL, compare, warm
 from keras_strategy.testing.warm_starter import start_cold
 from tests.equality.compare import WEIGHTS, largest
 

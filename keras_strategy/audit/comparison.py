@@ -33,22 +33,13 @@ _SMALL_NUMBER = 1e-2
 
 @dataclass
 class Call:
-    """A finished call of a layer, operation or loss; arrays are None for non-tensors.
-
-    Attributes:
-        callee: The called object.
-        number: The number of its earlier calls in the step.
-        inputs: The tensors in its arguments.
-        outputs: The tensors in its result.
-        caller: The call inside which it was made, or None.
-        caller_of: The callee of `caller`.
-    """
+    """A finished call of a layer, operation or loss; None stands for non-tensors."""
 
     callee: Any
-    number: int
+    number: int  # how often it was called before in the step
     inputs: list[np.ndarray | None]
     outputs: list[np.ndarray | None]
-    caller: Any
+    caller: Any  # the object whose call made this one, or None
 
 
 @dataclass
@@ -64,15 +55,11 @@ class Side:
 
 
 class CallRecorder(StepRecorder):
-    """Records gradients and losses and, on request, the results of all calls.
-
-    Attributes:
-        sides: By replica index; the key of one device is -1.
-    """
+    """Records gradients and losses and, on request, the results of all calls."""
 
     def __init__(self, records_calls: bool = False):
         super().__init__()
-        self.sides: dict[int, Side] = {}
+        self.sides: dict[int, Side] = {}  # by replica index; -1 of one device
         self._records_calls = records_calls
 
     def _side(self) -> Side | None:
@@ -215,7 +202,10 @@ def compare_gradients(
         what = f"gradients applied {counts[0]} times, on one device {counts[1]} times"
         yield ComparedValue("gradient", what, float("inf"), TOLERANCES["gradient"])
     for ours, theirs in zip(replicas.applied, device.applied, strict=False):
-        ours_, theirs_ = (list(map(_gradient, x.gradients)) for x in (ours, theirs))
+        ours_, theirs_ = (
+            [None if g is None else host_copy(ops.convert_to_tensor(g)) for g in x]
+            for x in (ours.gradients, theirs.gradients)
+        )
         sizes = (np.max(np.abs(x), initial=0) for x in theirs_ if x is not None)
         largest = float(max(sizes, default=0))
         scale = _SMALL_GRADIENT * largest if np.isfinite(largest) else 0.0
@@ -227,10 +217,6 @@ def compare_gradients(
             named = (theirs.variables or [])[number : number + 1]
             name = named[0].path if named else f"gradient {number}"
             yield ComparedValue("gradient", name, apart, TOLERANCES["gradient"])
-
-
-def _gradient(x: Any) -> np.ndarray | None:
-    return None if x is None else host_copy(ops.convert_to_tensor(x))
 
 
 def compare_states(
@@ -288,12 +274,9 @@ def _joined_forms(parts: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
 def find_first_difference(
     replicas: CallRecorder, device: CallRecorder
 ) -> tuple[Call | None, Any]:
-    """Return the first call whose result differs, and in whose code its input did.
-
-    Calls are in the order in which they end, so inner ones come first. If the inputs of
-    a call differ already, they came to in the code of the object that called it, or of
-    one further out: that object is the second value, or None.
-    """
+    """Return the first call whose result differs, and in whose code its input did."""
+    # Calls are in the order in which they end, so inner ones come first. If the inputs
+    # of a call differ already, it was in the code of an outer object, which called it.
     calls = device.sides.get(-1, Side()).calls
     sides = [side for index, side in replicas.sides.items() if index >= 0]
     theirs = [{(id(c.callee), c.number): c for c in side.calls} for side in sides]
@@ -349,9 +332,7 @@ def _parts_differ(
             if part.shape != whole.shape:
                 return False
             pairs.append((part, whole))
-    scale = (
-        float(np.max(np.abs(whole), initial=0.0)) if whole.dtype.kind in "fiu" else 0
-    )
+    scale = np.max(np.abs(whole), initial=0.0) if whole.dtype.kind in "fiu" else 0.0
     if not any(difference(a, b, scale) > tolerance for a, b in pairs):
         return False
     if whole.ndim > 0:
@@ -369,8 +350,6 @@ def find_metric(objects: Sequence[Any], name: str) -> Any:
         if isinstance(part, keras.metrics.Metric)
         and (part.name == name or any(v.path == name for v in part.variables))
     ]
-
-    def order(metric):  # Keras's containers of metrics have these variables, too
-        return find_user_code([metric]) is None, len(metric.variables)
-
-    return min(metrics, key=order, default=None)
+    # Keras's containers of metrics have these variables, too.
+    metrics.sort(key=lambda x: (find_user_code([x]) is None, len(x.variables)))
+    return next(iter(metrics), None)

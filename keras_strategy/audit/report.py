@@ -55,6 +55,9 @@ _ADVICE = {
 }
 
 
+_HEAD = "value", "name", "difference", "tolerance", ""
+
+
 @dataclass(frozen=True)
 class ComparedValue:
     """A value that replicas and one device have computed.
@@ -147,31 +150,24 @@ class AuditReport:
         )
 
     def _rows(self) -> list[tuple[str, str, str, str, str]]:
+        def row(x):
+            sizes = f"{x.difference:.1e}", f"{x.tolerance:.1e}"
+            return x.kind, x.name, *sizes, "differs" * x.differs
+
         order = sorted(self.values, key=lambda x: -x.difference / x.tolerance)
-        return [
-            (
-                *(x.kind, x.name, f"{x.difference:.1e}", f"{x.tolerance:.1e}"),
-                "differs" if x.differs else "",
-            )
-            for x in order
-        ]
+        return list(map(row, order))
 
     def __str__(self) -> str:
-        rows = [("value", "name", "difference", "tolerance", ""), *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = (
-            "  ".join(
-                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-            )
-            for row in rows
-        )
-        return "\n".join([self.message, *(line.rstrip() for line in lines)])
+        width = max([len(x.name) for x in self.values], default=0)
+        form = f"{{:<10}}  {{:<{width}}}  {{:>10}}  {{:>9}}  {{}}"
+        lines = (form.format(*row).rstrip() for row in (_HEAD, *self._rows()))
+        return "\n".join([self.message, *lines])
 
     def _repr_html_(self) -> str:
         def row(cells: Any, tag: str) -> str:
             inner = "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in cells)
             return f"<tr>{inner}</tr>"
 
-        head = row(("value", "name", "difference", "tolerance", ""), "th")
+        head = row(_HEAD, "th")
         body = "".join(row(cells, "td") for cells in self._rows())
         return f"<p>{html.escape(self.message)}</p><table>{head}{body}</table>"

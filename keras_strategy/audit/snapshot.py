@@ -1,8 +1,7 @@
 """Snapshot of all state that a step can change, to restore it after an audit.
 
 State is found by walking from the model: variables, tensors of the backend, NumPy
-arrays, and the attributes and containers of layers, models and users' objects. What a
-step changes elsewhere cannot be restored: globals, iterators that it advances, files.
+arrays, and the attributes and containers of layers, models and users' objects.
 """
 
 import re
@@ -60,16 +59,12 @@ _WRAPPERS = {"Lambda", "TorchModuleWrapper", "TFSMLayer", "JaxLayer", "FlaxLayer
 
 
 class Snapshot:
-    """The state that can be reached from some objects.
-
-    Attributes:
-        variables: The initialized Keras variables.
-        objects: The layers, metrics, losses, optimizers and users' objects.
-    """
+    """The state that can be reached from some objects."""
 
     def __init__(self, strategy: Any, roots: Iterable[Any]):
         self._group = strategy.extended.group
-        self.variables: list[Any] = []
+        self.variables: list[Any] = []  # those that are initialized
+        # The layers, metrics, losses, optimizers and users' objects.
         self.objects: list[Any] = []
         others: list[Any] = []
         for found in _walk(list(roots)):
@@ -78,7 +73,7 @@ class Snapshot:
                     self.variables.append(found)
             else:
                 others.append(found)
-                if isinstance(found, _KERAS_PARTS) or _is_users(found):
+                if _has_state(found):
                     self.objects.append(found)
         adapter = get_engine().audit
         self._restorers: list[Callable[[], None]] = []
@@ -143,8 +138,7 @@ class Snapshot:
 
 def find_objects(roots: list[Any]) -> list[Any]:
     """Return the layers, metrics, losses, optimizers and users' objects."""
-    found = _walk(roots)
-    return [x for x in found if isinstance(x, _KERAS_PARTS) or _is_users(x)]
+    return [x for x in _walk(roots) if _has_state(x)]
 
 
 def _walk(roots: list[Any]) -> Iterator[Any]:
@@ -163,23 +157,21 @@ def _walk(roots: list[Any]) -> Iterator[Any]:
             stack += x
         elif isinstance(x, dict):
             stack += x.values()
-        elif isinstance(x, keras.Variable | np.ndarray):
-            pass
-        elif isinstance(x, _KERAS_PARTS) or _is_users(x):
+        elif _has_state(x):
             stack += vars(x).values()
         elif tensors := get_engine().audit.module_tensors(x):
             stack += tensors
             continue
-        elif get_engine().audit.tensor_restorer(x) is None:
+        elif not hasattr(x, "shape"):
             continue
         yield x
 
 
-def _is_users(x: Any) -> bool:
-    """Return True for an object of a class that the user wrote."""
+def _has_state(x: Any) -> bool:
+    """Return True for a part of Keras and an object whose class the user wrote."""
     package = type(x).__module__.partition(".")[0]
     is_library = package in _LIBRARIES or package in sys.stdlib_module_names
-    return hasattr(x, "__dict__") and not is_library
+    return isinstance(x, _KERAS_PARTS) or (hasattr(x, "__dict__") and not is_library)
 
 
 def _restorer(x: Any) -> Callable[[], None] | None:
@@ -189,7 +181,7 @@ def _restorer(x: Any) -> Callable[[], None] | None:
         return lambda: None if _equal(x, copy) else np.copyto(x, copy)
     if isinstance(x, list | dict | set):
         return _container_restorer(x)
-    if not hasattr(x, "__dict__") or get_engine().is_tensor(x):
+    if not _has_state(x):
         return None
     attributes = dict(vars(x))
 

@@ -24,7 +24,11 @@ from keras_strategy.audit.comparison import CallRecorder, host_copy
 from keras_strategy.audit.report import AuditReport, ComparedValue
 from keras_strategy.audit.snapshot import Snapshot, find_user_code
 from keras_strategy.core.registry import get_engine, preserve_random_states
-from keras_strategy.core.step_state import recording_replicas, recording_thread
+from keras_strategy.core.step_state import (
+    override,
+    recording_replicas,
+    thread_recording,
+)
 from keras_strategy.keras_patches.layers import compute_in_float32
 from keras_strategy.keras_patches.random import global_generator, set_global_generator
 from keras_strategy.options import GLOBAL
@@ -45,11 +49,9 @@ Step = Callable[[], dict[str, Any]]
 
 
 class StepAudit:
-    """The audit of one step.
+    """Audit of a step of kind "train", "test", "predict" or "run"."""
 
-    `on_replicas` and `on_device` run the step; `roots` are the objects whose state it
-    may change. `kind` is "train", "test", "predict" or "run".
-    """
+    # `roots` are the objects whose state the step may change.
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class StepAudit:
     def _run_on_device(self, step: Step, recorder: CallRecorder) -> Any:
         adapter, variables = get_engine().audit, self._snapshot.variables
         if adapter.records_steps:
-            step = recording_thread(recorder)(step)
+            step = override(thread_recording, "recorder", recorder)(step)
         return adapter.run_on_device(self._strategy, step, variables)
 
     def _compare(self, replicas: "_Result", device: "_Result") -> list[ComparedValue]:
@@ -155,7 +157,7 @@ class StepAudit:
 
         largest: dict[tuple[str, str], float] = {}
         try:
-            again = self._compare(self._run(self._on_device_again), device)
+            again = self._compare(self._run(lambda: self._on_device()), device)
             if any(value.differs for value in again):
                 return  # it does not repeat, so noise says nothing
             for _ in range(_NUDGES):
@@ -169,9 +171,6 @@ class StepAudit:
             noise = largest.get((value.kind, value.name), 0.0)
             if value.differs and noise > max(value.tolerance, value.difference / 10):
                 report.values[number] = dataclasses.replace(value, tolerance=10 * noise)
-
-    def _on_device_again(self) -> dict[str, Any]:
-        return self._on_device()
 
     def _locate(self, report: AuditReport) -> None:
         """Name what differs first."""
@@ -270,13 +269,10 @@ def _tolerate_half(values: list[ComparedValue]) -> list[ComparedValue]:
 
 
 def _describe(part: Any) -> str:
-    kind = "operation"
     if isinstance(part, keras.Model):
         return f"`{type(part).__name__}.call`"
-    if isinstance(part, keras.Layer):
-        kind = "layer"
-    elif isinstance(part, keras.losses.Loss):
-        kind = "loss"
+    kinds = {keras.Layer: "layer", keras.losses.Loss: "loss", object: "operation"}
+    kind = next(kind for base, kind in kinds.items() if isinstance(part, base))
     return f"the {kind} '{part.name}' ({type(part).__name__})"
 
 
@@ -285,11 +281,10 @@ def _without_declared_differences(
     strategy: Any, objects: Sequence[Any]
 ) -> Iterator[None]:
     """Compute batch statistics of all rows, one device's random draws, and float32."""
-    before = strategy._batch_statistics, settings.exact
-    strategy._batch_statistics, settings.exact = GLOBAL, True
-    try:
-        layers = [x for x in objects if isinstance(x, keras.Layer)]
-        with compute_in_float32(layers):
-            yield
-    finally:
-        strategy._batch_statistics, settings.exact = before
+    layers = [x for x in objects if isinstance(x, keras.Layer)]
+    with (
+        override(strategy, "_batch_statistics", GLOBAL),
+        override(settings, "exact", True),
+        compute_in_float32(layers),
+    ):
+        yield

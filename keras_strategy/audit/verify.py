@@ -16,6 +16,7 @@ from keras_strategy.audit.report import AuditReport
 from keras_strategy.audit.snapshot import find_objects, find_user_code
 from keras_strategy.audit.step import ROWS_PER_REPLICA, StepAudit
 from keras_strategy.core.registry import get_engine
+from keras_strategy.core.step_state import has_rows, map_rows
 from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.keras_patches.trainer import build_from_batch
 from keras_strategy.options import RunOptions
@@ -187,7 +188,7 @@ def verify_run(
         )
     given = tuple(args), dict(kwargs or {})
     leaves = [_join_rows(strategy, leaf) for leaf in tree.flatten(given)]
-    places = [place for place, leaf in enumerate(leaves) if _has_rows(leaf)]
+    places = [place for place, leaf in enumerate(leaves) if has_rows(leaf)]
     replicas = strategy.num_replicas_in_sync
     rows = count_rows([leaves[place] for place in places]) if places else 0
     rows = min(ROWS_PER_REPLICA, rows // replicas) * replicas
@@ -227,10 +228,6 @@ def verify_run(
     report = AuditReport(f"`run` of `{getattr(fn, '__name__', type(fn).__name__)}`")
     StepAudit(strategy, "run", run_on_replicas, run_on_device, None, roots).run(report)
     return report
-
-
-def _has_rows(leaf: Any) -> bool:
-    return len(getattr(leaf, "shape", ())) > 0
 
 
 def _join_rows(strategy: Any, leaf: Any) -> Any:
@@ -276,8 +273,10 @@ def take_first_rows(batch: Any, strategy: Any) -> tuple[Any, Any] | None:
     Uneven if possible. None if some worker has fewer rows than replicas.
     """
     replicas, cluster = strategy.num_replicas_in_sync, strategy.extended.cluster
+    first_rows = get_engine().audit.first_rows
     if cluster is None:
-        few = _slice_rows(batch, ROWS_PER_REPLICA * replicas + 1)
+        count = ROWS_PER_REPLICA * replicas + 1
+        few = map_rows(lambda x: first_rows(x, count), batch)
         return few, few
     local = strategy.extended.topology.local_replicas
     available = batch.bounds[-1][1] - batch.bounds[0][0]
@@ -285,7 +284,7 @@ def take_first_rows(batch: Any, strategy: Any) -> tuple[Any, Any] | None:
     each = min(ROWS_PER_REPLICA, *counts)
     if each == 0:
         return None
-    rows = _slice_rows(batch.batch, each * len(local))
+    rows = map_rows(lambda x: first_rows(x, each * len(local)), batch.batch)
     bounds = [(each * index, each * (index + 1)) for index in local]
     own = None if batch.worker_rows is None else [each * len(local)] * len(counts)
     few = type(batch)(
@@ -293,21 +292,10 @@ def take_first_rows(batch: Any, strategy: Any) -> tuple[Any, Any] | None:
     )
 
     def gather(x):
-        if x is None:
-            return None
         parts = [x[i * each : (i + 1) * each] for i in range(len(local))]
         return strategy.gather(PerReplica(parts), axis=0)
 
-    return few, map_leaves(gather, rows)
-
-
-def _slice_rows(batch: Any, rows: int) -> Any:
-    def slice_leaf(x):
-        if len(getattr(x, "shape", ())) == 0:
-            return x
-        return get_engine().audit.first_rows(x, rows)
-
-    return map_leaves(slice_leaf, batch)
+    return few, map_rows(gather, rows)
 
 
 def to_arrays(outputs: Any) -> dict[str, Any]:
@@ -328,10 +316,9 @@ def _to_array(leaf: Any) -> np.ndarray:
 
 
 class FirstStepAudit:
-    """Audits the first step if some of it is the user's; does nothing after that.
+    """Audits the first step if some of it is the user's; does nothing after that."""
 
-    `scope` is a context manager in which workers run collectives.
-    """
+    # `scope` returns a context manager in which workers run collectives.
 
     def __init__(
         self,
@@ -346,40 +333,33 @@ class FirstStepAudit:
 
     def is_due(self) -> bool:
         """Return True if the next step is to be audited."""
-        if self.is_done or mode == "off":
+        self.is_done = self.is_done or mode == "off"
+        # A later step is, where layers are built in the first.
+        if self.is_done or not all(x.built for x in all_layers(self._model)):
             return False
-        if not all(layer.built for layer in all_layers(self._model)):
-            return False  # a later step
         self.is_done = find_user_code(find_objects([self._model])) is None
         return not self.is_done
 
     def run(self, batch: Any) -> None:
         """Audit the step on a global batch, or a worker's rows of it."""
-        self.is_done = True
-        with self._scope():
-            report = self._audit(batch)
-        if report is not None and report.differs:
-            self._report(report)
-
-    def _audit(self, batch: Any) -> AuditReport | None:
+        self.is_done, cluster = True, self._strategy.extended.cluster
         try:
-            report = audit_step(self._model, self._kind, self._strategy, batch)
+            with self._scope():
+                report = audit_step(self._model, self._kind, self._strategy, batch)
         except Exception:
-            if self._strategy.extended.cluster is not None:
+            if cluster is not None:
                 raise  # other workers may wait for this one
             # The step may need more rows.
             logger.info("The first step could not be audited.", exc_info=True)
-            return None
+            return
         self.is_done = report is not None
-        return report
-
-    def _report(self, report: AuditReport) -> None:
+        if report is None or not report.differs:
+            return
         text = (
             f"{report.message} `ks.verify(model, x, y)` shows the comparison, and "
             '`ks.config.audit("off")` turns it off.'
         )
         if mode == "raise":
             raise RuntimeError(text)
-        cluster = self._strategy.extended.cluster
         if cluster is None or cluster.is_chief:
             logger.warning(text)

@@ -49,9 +49,9 @@ class RemoteValue:
     ```
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._future: Future[Any] = Future()
+    # Set by `ClusterCoordinator.schedule`.
+    _name: str
+    _future: Future[Any]
 
     def fetch(self) -> Any:
         """Wait for the function and return its result, with arrays for tensors.
@@ -194,7 +194,8 @@ class ClusterCoordinator:
             (list(args or ()), dict(kwargs or {})),
         )
         call_data = _serialize(name, (fn, *arguments))
-        value = RemoteValue(name)
+        value = RemoteValue()
+        value._name, value._future = name, Future()
         with self._condition:
             future = self._workers.client.submit(
                 worker.call,

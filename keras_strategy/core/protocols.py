@@ -52,6 +52,8 @@ class Strategy(Protocol):
 class StrategyExtended(Protocol):
     """Part of `strategy.extended` that lower layers need."""
 
+    assigned_in_run: Any
+    checked_runs: int
     has_warned_drift: bool
 
     @property

@@ -155,37 +155,28 @@ class StepRecorder:
         self.applied.append(AppliedGradients(optimizer, gradients, listed))
 
 
-_thread = threading.local()
-_by_strategy: dict[int, StepRecorder] = {}
+class _ThreadRecording(threading.local):
+    recorder: StepRecorder | None = None
+
+
+# The recorder of this thread, if it is in no strategy; of replicas by their strategy's
+# `id`.
+thread_recording = _ThreadRecording()
+replica_recorders: dict[int, StepRecorder] = {}
 
 
 def active_recorder(strategy: Any = None) -> StepRecorder | None:
     """Return the recorder of a strategy's replicas; without one, of this thread."""
-    if strategy is not None:
-        return _by_strategy.get(id(strategy))
-    return getattr(_thread, "recorder", None)
-
-
-def is_recording() -> bool:
-    """Return True while the replicas of any strategy are recorded."""
-    return bool(_by_strategy)
+    if strategy is None:
+        return thread_recording.recorder
+    return replica_recorders.get(id(strategy))
 
 
 @contextlib.contextmanager
 def recording_replicas(strategy: Any, recorder: StepRecorder) -> Iterator[None]:
     """Context manager that records the replicas of a strategy."""
-    _by_strategy[id(strategy)] = recorder
+    replica_recorders[id(strategy)] = recorder
     try:
         yield
     finally:
-        del _by_strategy[id(strategy)]
-
-
-@contextlib.contextmanager
-def recording_thread(recorder: StepRecorder) -> Iterator[None]:
-    """Context manager that records this thread, which is in no strategy."""
-    _thread.recorder = recorder
-    try:
-        yield
-    finally:
-        del _thread.recorder
+        del replica_recorders[id(strategy)]

@@ -21,7 +21,7 @@ from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training import ownership
 from keras_strategy.training.callbacks import LogFreeCallback
 from keras_strategy.training.sharding import is_sharded
-from keras_strategy.training.variable_sync import is_assigned_in_run, is_sync_on_read
+from keras_strategy.training.variable_sync import is_sync_on_read
 
 if TYPE_CHECKING:
     from keras_strategy.core.protocols import Strategy
@@ -72,22 +72,23 @@ def check_mirrored_variables(
     )
 
 
-def check_after_run(strategy: "Strategy") -> None:
+def check_after_run(strategy: "Strategy", is_first_call: bool) -> None:
     """Warn once if replicas differ in what functions of `run` have assigned."""
-    if strategy.num_replicas_in_sync == 1:
-        return
-    variables = list(strategy.extended.variables.values())
+    extended = strategy.extended
+    extended.checked_runs = count = extended.checked_runs + 1
     with strategy.scope():
         if check_each_batch:
-            check_mirrored_variables(strategy, "strategy.run", variables)
-            return
-        try:
-            assigned = filter(is_assigned_in_run, variables)
-            check_mirrored_variables(strategy, "strategy.run", assigned)
-        except MirrorError as error:
-            if not strategy.extended.has_warned_drift:
-                strategy.extended.has_warned_drift = True
-                logger.warning("%s", error)
+            check_mirrored_variables(strategy, "strategy.run")
+        elif is_first_call or count & (count - 1) == 0:
+            try:
+                assigned = list(extended.assigned_in_run.values())
+                check_mirrored_variables(strategy, "strategy.run", assigned)
+            except MirrorError as error:
+                if not extended.has_warned_drift:
+                    extended.has_warned_drift = True
+                    logger.warning("%s", error)
+            except (RuntimeError, ValueError):
+                pass  # on JAX, a run in another thread has replaced an array
 
 
 def _mirrored_variables(model: keras.Model) -> list[Any]:

@@ -216,23 +216,13 @@ def hook(
     when: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Callable[[_Function], _Function]:
-    """Mark a function as the replacement of a Keras function.
+    """Mark a function as the replacement of one or more Keras functions.
 
     It is called with the original function, then with the result of `when` if there is
-    a condition, then with the arguments of the call. The decorator installs nothing:
-    `patches_in` collects the marks of a module, and `install` installs them.
-
-    Args:
-        owner: The class or module that has the function; None for the class from which
-            `keras.Model` inherits it.
-        attribute: The function's name in `owner`; or several names that share a
-            signature and a replacement, which reads `original.__name__`.
-        signature: The signature that the patch relies on. A string: all parameters, as
-            `inspect.signature` writes them. A tuple: the names of some parameters, for
-            a patch that passes the others through. None: the attribute is a property.
-        when: The condition, evaluated at each call: a function without parameters, or
-            of the call's first argument. If it returns None, only the original runs.
-        **options: Other fields of a `FunctionPatch`.
+    a condition, then with the arguments of the call. `when` may take the call's first
+    argument; if it returns None, only the original runs. `signature` is all parameters,
+    as `inspect.signature` writes them; or the names of those that the patch relies on;
+    or None for a property. `options` are other fields of a `FunctionPatch`.
     """
     attributes = (attribute,) if isinstance(attribute, str) else attribute
 
@@ -305,7 +295,7 @@ def patches_in(*modules: ModuleType) -> list[Patch]:
 # By name, since these modules import this one.
 _MODULES = (
     "saving layers variables_optimizers losses_metrics data_adapters resume random "
-    "session trainer"
+    "trainer"
 )
 
 

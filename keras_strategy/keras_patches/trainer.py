@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from keras_strategy.data.sources import prefetch_disabled, stop_prefetchers_on_e
 from keras_strategy.keras_patches import consistency as mirror_consistency
 from keras_strategy.keras_patches import data_adapters
 from keras_strategy.keras_patches.patch import (
+    global_state,
     hook,
     in_scope,
     model_hook,
@@ -280,9 +282,27 @@ def _make_function(original, strategy, self, force=False):
     @functools.wraps(step)
     def first(*args):
         # Not if the user has wrapped it; the wrapper calls it in each step.
-        if getattr(self, name) is first:
+        if getattr(self, name) is this():
             setattr(self, name, step)
         return (first_steps.pop() if first_steps else step)(*args)
 
+    this = weakref.ref(first)  # JAX reuses programs of steps that a cycle keeps alive
     setattr(self, name, first)
     return first if result is step else result
+
+
+# Keras's names for what the scopes of strategies and replicas set in this thread.
+_SCOPES = ("distribution", "torch_device", "stateless_scope")
+
+
+@hook(keras.backend, "clear_session", "(free_memory=True)", when=in_scope)
+@hook(keras.utils, "clear_session", "(free_memory=True)", when=in_scope)
+def _clear_session(original, strategy, free_memory=True):
+    """Keep what open scopes have set.
+
+    Without it, later variables and batches are on other devices than earlier ones.
+    """
+    kept = {name: global_state.get_global_attribute(name) for name in _SCOPES}
+    original(free_memory)
+    for name, value in kept.items():
+        global_state.set_global_attribute(name, value)

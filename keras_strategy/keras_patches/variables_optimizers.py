@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_strategy.core import context
-from keras_strategy.core.step_state import APPLY, active_recorder
+from keras_strategy.core.step_state import APPLY, active_recorder, replica_recorders
 from keras_strategy.keras_patches.patch import (
     SubclassPatch,
     before_apply,
@@ -19,7 +19,7 @@ from keras_strategy.keras_patches.patch import (
 )
 from keras_strategy.training import variable_sync
 from keras_strategy.training.ownership import (
-    check_assigned_owner,
+    check_owner,
     set_owner,
     strategy_of_variable,
 )
@@ -52,8 +52,12 @@ def _init(original, self, *args, **kwargs):
 @hook(keras.Variable, "assign", "(self, value)", when=before_apply)
 def _assign(original, replica, self, value):
     """Aggregate the values that the replicas assign."""
-    if replica.step.row_weight is None:  # in `run`
-        check_assigned_owner(context.get_strategy(), self)
+    if replica.step.row_weight is None and self.synchronization != "on_read":
+        strategy = context.get_strategy()  # of `run`
+        if self.trainable:  # strategies may share a seed generator
+            check_owner(strategy, self)
+        if self.aggregation == "none":
+            strategy.extended.assigned_in_run[id(self)] = self
     value = as_stored(self, value)
     is_unaggregated = self.aggregation == "none"
     if is_unaggregated and variable_sync.is_central_without_aggregation(self):
@@ -123,31 +127,26 @@ def initialize(variable: Any, value: Any) -> None:
 
 
 def _sum_and_apply(
+    replica: Any,
     optimizer: Any,
     grads: Sequence[Any],
     variables: Sequence[Any] | None,
     apply: Callable[[Sequence[Any]], Any],
 ) -> Any:
     """Call `apply` with the sums of the gradients, unless they are summed already."""
-    dry_run, strategy = context.thread_state.dry_run, in_distributed_scope()
-    if strategy is None and dry_run is not None:
-        raise EndOfDryRun("gradients are applied")
-    if strategy is None and (recorder := active_recorder()) is not None:
-        recorder.add(optimizer, list(grads), variables)
-        return None
-    replica: Any = context.distributed_replica()
-    if strategy is not None and replica is None:
-        strategy.extended.group.check_cross_replica_apply()
-    if strategy is None or replica is None or replica.step.is_applying:
+    if replica is None:
+        return _apply_alone(optimizer, grads, variables, apply)
+    if replica.step.is_applying:
         return apply(grads)
-    recorder = active_recorder(strategy)
+    strategy: Any = context.current_scope()
+    recorder = replica_recorders.get(id(strategy))
     if recorder is not None:
-        sums = _sum_gradients(strategy, replica, grads)
+        sums = _sum_gradients(strategy, replica, optimizer, grads, variables)
         if replica.index == 0:
             recorder.add(optimizer, sums, variables)
         return None
     if variables and replica.step.row_weight is None:  # usually all are of one model
-        check_assigned_owner(strategy, variables[0])
+        check_owner(strategy, variables[0])
     if not optimizer.built and variables is not None:
 
         def build():
@@ -156,34 +155,48 @@ def _sum_and_apply(
                 optimizer.built = True
 
         replica.once(build)
-    step = replica.step
+    sums = _sum_gradients(strategy, replica, optimizer, grads, variables)
+    replica.step.is_applying = True
+    try:
+        return apply(sums)
+    finally:
+        replica.step.is_applying = False
+
+
+def _apply_alone(optimizer, grads, variables, apply):
+    """Call `apply` outside of replicas, where only a strategy of one allows it."""
+    strategy = in_distributed_scope()
+    if strategy is not None:
+        strategy.extended.group.check_cross_replica_apply()
+    elif context.thread_state.dry_run is not None:
+        raise EndOfDryRun("gradients are applied")
+    elif (recorder := active_recorder()) is not None:
+        recorder.add(optimizer, list(grads), variables)
+        return None
+    return apply(grads)
+
+
+def _sum_gradients(
+    strategy: Any, replica: Any, optimizer: Any, grads: Sequence[Any], variables: Any
+) -> list[Any]:
+    """Sum those that are not None over the replicas, weighted by rows."""
+    step, reducer = replica.step, strategy.extended.custom_reducer
+    present = [grad for grad in grads if grad is not None]
     step.optimizer, step.reducing_gradients_of = optimizer, variables
-    absent = [index for index, grad in enumerate(grads) if grad is None]
-    if absent:
+    if len(present) < len(grads):
+        absent = [index for index, grad in enumerate(grads) if grad is None]
         step.reduction = f"{APPLY} without gradients of variables {absent}"
         if variables is not None:
             pairs = zip(grads, variables, strict=False)  # Keras checks the count
             step.reducing_gradients_of = [v for grad, v in pairs if grad is not None]
     try:
-        summed = _sum_gradients(strategy, replica, grads)
+        if reducer is None:
+            sums = replica.weighted_sum(present, step.row_weight)
+        else:
+            sums = reducer.weighted_sum(replica, present, step.row_weight)
     finally:
         step.optimizer = step.reducing_gradients_of = None
         step.reduction = APPLY
-    step.is_applying = True
-    try:
-        return apply(summed)
-    finally:
-        step.is_applying = False
-
-
-def _sum_gradients(strategy: Any, replica: Any, grads: Sequence[Any]) -> list[Any]:
-    """Sum those that are not None over the replicas, weighted by rows."""
-    present = [grad for grad in grads if grad is not None]
-    weight, reducer = replica.step.row_weight, strategy.extended.custom_reducer
-    if reducer is None:
-        sums = replica.weighted_sum(present, weight)
-    else:
-        sums = reducer.weighted_sum(replica, present, weight)
     if len(present) == len(grads):
         return list(sums)
     rest = iter(sums)
@@ -192,6 +205,9 @@ def _sum_gradients(strategy: Any, replica: Any, grads: Sequence[Any]) -> list[An
 
 def _apply_sums(original: Callable) -> Callable:
     def apply(self, grads, *args, **kwargs):
+        replica = context.distributed_replica()
+        if replica is not None and replica.step.is_applying:
+            return original(self, grads, *args, **kwargs)
         grads = list(grads)
         variables = args[0] if args else kwargs.get("trainable_variables")
         if variables is not None:
@@ -204,21 +220,22 @@ def _apply_sums(original: Callable) -> Callable:
         def apply(grads):
             return original(self, grads, *args, **kwargs)
 
-        return _sum_and_apply(self, grads, variables, apply)
+        return _sum_and_apply(replica, self, grads, variables, apply)
 
     return apply
 
 
 def _apply_pairs_of_sums(original: Callable) -> Callable:
     def apply_gradients(self, grads_and_vars, *args, **kwargs):
+        replica = context.distributed_replica()
         pairs = list(grads_and_vars)
-        variables = [variable for _, variable in pairs]
+        grads, variables = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
 
         def apply(grads):
             pairs = list(zip(grads, variables, strict=True))
             return original(self, pairs, *args, **kwargs)
 
-        return _sum_and_apply(self, [grad for grad, _ in pairs], variables, apply)
+        return _sum_and_apply(replica, self, grads, variables, apply)
 
     return apply_gradients
 

@@ -33,7 +33,6 @@ examples:
 _DEVICES = "logical CPU devices of each worker (default: the backend's own)"
 _RESTARTS = "how often to restart all workers when one failed or was preempted"
 _GRACE = "time to end after SIGTERM, before SIGKILL"
-_CPU_DEVICES = "number of logical CPU devices (default: all devices of one kind)"
 _INFO_EXAMPLES = """\
 examples:
   keras-strategy info
@@ -58,19 +57,6 @@ examples:
   keras-strategy scaling examples/multi_worker.py
   keras-strategy scaling --workers 1,2,8 --png scaling.png train.py --epochs 3"""
 _PNG = "also draw a chart; needs the extra keras-strategy[plot]"
-_BENCH = """\
-Trains a small model with Keras alone and with MirroredStrategy, in turn, and prints
-the ratio of their speeds."""
-_BENCH_EXAMPLES = """\
-examples:
-  keras-strategy bench
-  KERAS_BACKEND=jax keras-strategy bench --devices 2 --json
-  keras-strategy bench --units 4096 --batch-size 8192
-
-exit codes:
-  0    success
-  1    it could not be measured
-  2    the command line is invalid"""
 _PORT = """\
 Prints which names of a program change from tf.distribute to this package, as a diff,
 and on the standard error what to change by hand. It does not change the file."""
@@ -152,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="subcommand",
         required=True,
-        metavar="{run,info,doctor,scaling,bench,verify,port,completion}",
+        metavar="{run,info,doctor,scaling,verify,port,completion}",
     )
 
     def add(name: str, summary: str, description: str, epilog: str, **settings: Any):
@@ -203,17 +189,6 @@ def _parser() -> argparse.ArgumentParser:
         ("png", str, None, "FILE", _PNG),
     )
     _add_program(scaling)
-
-    bench = add("bench", "time a strategy against Keras alone", _BENCH, _BENCH_EXAMPLES)
-    _add_options(
-        bench,
-        ("devices", _int_from(1), None, "N", _CPU_DEVICES),
-        ("units", _int_from(1), 256, "U", "width of the model's two hidden layers"),
-        ("batch-size", _int_from(1), 1024, "R", "rows of the global batch"),
-        ("rounds", _int_from(2), 9, "K", "how often each is timed"),
-        ("seconds", _seconds, 0.25, "S", "approximate time of each"),
-    )
-    bench.add_argument("--json", action="store_true", help="print JSON")
 
     summary = "compare a program's replicas with one device"
     _add_program(add("verify", summary, _VERIFY, _VERIFY_EXAMPLES))

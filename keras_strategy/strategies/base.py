@@ -228,9 +228,8 @@ class Strategy(Reports):
         seen = id(getattr(fn, "__code__", None)) in self._seen_code
         run = self._extended.group.run if seen else self._run_first
         result = run(fn, tuple(args), dict(kwargs or {}), options, self.scope)
-        runs = self._extended.runs = self._extended.runs + 1
-        if not seen or runs & (runs - 1) == 0 or consistency.check_each_batch:
-            consistency.check_after_run(self)
+        if self._extended.assigned_in_run or consistency.check_each_batch:
+            consistency.check_after_run(self, is_first_call=not seen)
         return result
 
     def _run_first(self, fn: Callable[..., Any], *args: Any) -> Any:

@@ -49,7 +49,8 @@ class StrategyExtended:
         cluster: The workers, each with as many devices; None for a single process.
     """
 
-    runs = 0  # calls of `run`
+    # Calls of `run` after one that assigned variables without an aggregation.
+    checked_runs = 0
     has_warned_drift = False
 
     def __init__(
@@ -68,6 +69,10 @@ class StrategyExtended:
         patch.install_for(1 if is_single else max(2, self.num_replicas))
         # By id, since variables have no `==`.
         self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
+            weakref.WeakValueDictionary()
+        )
+        # Those that functions of `run` assigned without an aggregation.
+        self.assigned_in_run: weakref.WeakValueDictionary[int, keras.Variable] = (
             weakref.WeakValueDictionary()
         )
         # Variables by the `id` of their components, while these exist.

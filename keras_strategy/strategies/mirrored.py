@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class DefaultExtended(StrategyExtended):
         self.custom_reducer = None
         self.topology = ReplicaTopology(("",))  # `worker_devices` resolves it on demand
         self._containers = {}
+        self.assigned_in_run = weakref.WeakValueDictionary()
         group: Any = SingleReplicaGroup(container_strategy, ())
         group.scope = contextlib.nullcontext  # Keras chooses the device
         self.group = group

@@ -81,34 +81,18 @@ def cross_replica_value(strategy: Any, method: str, variable: Any) -> Any:
     return ops.stop_gradient(ops.copy(variable.value))
 
 
-def _owner_on_other_devices(strategy: Any, variable: Any) -> Any:
-    owner = strategy_of_variable(variable)
+def check_owner(strategy: Any, variable: Any) -> None:
+    """Raise for a variable of a strategy on other devices, which have its values."""
+    owner = vars(variable).get("_ks_strategy")
     if owner is None or owner is strategy:
-        return None
+        return
     topology, other = strategy.extended.topology, owner.extended.topology
-    is_same = topology.devices == other.devices
-    return None if is_same and topology.num_replicas == other.num_replicas else owner
-
-
-def check_assigned_owner(strategy: Any, variable: Any) -> None:
-    """Raise if a replica assigns a variable of a strategy on other devices."""
-    owner = _owner_on_other_devices(strategy, variable)
-    if owner is not None:
+    if (topology.devices, topology.num_replicas) != (other.devices, other.num_replicas):
         raise ValueError(
             f"The variable '{variable.path}' was created in the scope of {owner!r}, "
-            f"but a function that {strategy!r} runs assigned it. Create the variable "
-            "in the scope of the strategy whose replicas assign it."
-        )
-
-
-def check_sync_on_read_owner(strategy: Any, variable: Any) -> None:
-    """Raise if a replica reads another strategy's on-read variable."""
-    owner = _owner_on_other_devices(strategy, variable)
-    if owner is not None:
-        raise ValueError(
-            f"The variable '{variable.path}' has synchronization='on_read', so each "
-            f"replica of {owner!r} has its own value, but a replica of {strategy!r} "
-            "used it. Pass `run` the result of its own strategy's `reduce` instead."
+            f"but a function that {strategy!r} runs uses it. Create it in the scope of "
+            "the strategy that runs the function, or pass `run` the result of its own "
+            "strategy's `reduce`."
         )
 
 

@@ -24,7 +24,7 @@ import keras
 from keras import ops
 
 from keras_strategy.core.context import DryRun
-from keras_strategy.core.step_state import RowRange, is_recording
+from keras_strategy.core.step_state import RowRange, replica_recorders
 from keras_strategy.training.reduction import may_be_same
 
 logger = logging.getLogger("keras_strategy")
@@ -151,7 +151,7 @@ class BatchDimCache:
         )
 
     def _warn(self, key: Any, message: str, *args: Any) -> None:
-        if key in self._warned or is_recording():  # the step itself follows
+        if key in self._warned or replica_recorders:  # the step itself follows
             return
         self._warned.add(key)
         frame, drawing = sys._getframe(1), "The step"

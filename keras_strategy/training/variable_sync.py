@@ -31,11 +31,6 @@ def is_sync_on_read(variable: Any) -> bool:
     return variable.synchronization == "on_read"
 
 
-def is_assigned_in_run(variable: Any) -> bool:
-    """Return True if a function of `run` has assigned it without an aggregation."""
-    return "_ks_assigned_in_run" in vars(variable)
-
-
 def aggregates_assign_add(variable: Any) -> bool:
     """Return True if `assign_add` aggregates its operand first."""
     return not is_sync_on_read(variable) and variable.aggregation in ("sum", "mean")
@@ -76,8 +71,6 @@ def aggregate_assignment(replica: Replica, variable: Any, value: Any) -> Any:
         step.on_read_merged.pop(id(variable), None)
         return where_has_rows(step.row_weight, value, variable.value)
     if variable.aggregation == "none":
-        if step.row_weight is None:  # otherwise `sync_state` checks it
-            vars(variable)["_ks_assigned_in_run"] = True
         step.assigned[id(variable)] = variable
         return value
     if (

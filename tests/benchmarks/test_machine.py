@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from keras_strategy.launch import paired_timing
+from benchmarks import paired_timing
 
 
 def test_other_processes_cpu_share(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from benchmarks.measure import fixed_seconds
-from keras_strategy.launch.paired_timing import SHORT, WALL, compare, warm
+from benchmarks.paired_timing import SHORT, WALL, compare, warm
 
 
 class Machine:

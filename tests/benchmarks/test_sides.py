@@ -8,8 +8,8 @@ import pytest
 from benchmarks.__main__ import rows_below, wanted
 from benchmarks.comparisons import CNN, COMPARISONS, EMBEDDING, MLP, TRANSFORMER
 from benchmarks.measure import row_of
+from benchmarks.paired_timing import CPU, WALL
 from benchmarks.sides import Sided
-from keras_strategy.launch.paired_timing import CPU, WALL
 
 
 @pytest.fixture

@@ -144,8 +144,8 @@ NEEDED_BY = {
         "torch",
         f"{_LOSSES}::test_activity_regularizers_equal_one_device",
     ),
-    "keras_patches.session keras.backend.clear_session": ("jax", _CLEAR),
-    "keras_patches.session keras.utils.clear_session": ("jax", _CLEAR),
+    "keras_patches.trainer keras.backend.clear_session": ("jax", _CLEAR),
+    "keras_patches.trainer keras.utils.clear_session": ("jax", _CLEAR),
     "backends.tensorflow.patches _DefaultGraphStack.reset": (
         "tensorflow",
         _CLEAR,

@@ -18,7 +18,7 @@ from tests.launch.scripts import ROOT, finish, start
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "required: {run,info,doctor,scaling,bench,verify,port,completion}"),
+        ([], "required: {run,info,doctor,scaling,verify,port,completion}"),
         (["run", __file__], "required: --workers"),
         (["run", "--workers", "2"], "required: program"),
         (

@@ -277,7 +277,7 @@ def test_shell_completion(shell, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["run", "info", "doctor", "scaling", "bench", "verify", "completion"]
+    "name", ["run", "info", "doctor", "scaling", "verify", "completion"]
 )
 def test_help_has_examples(name, capsys):
     with pytest.raises(SystemExit):

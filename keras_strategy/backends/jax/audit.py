@@ -29,19 +29,20 @@ class Adapter(AuditAdapter):
         self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
         device = connection.device_named(strategy.extended.worker_devices[0])
-        values = [
-            None if value is None else jax.device_put(value, device)
-            for value in map(_read_on_host, variables)
-        ]
         mapping = [
-            pair for pair in zip(variables, values, strict=True) if pair[1] is not None
+            (variable, jax.device_put(np.array(variable.value), device))
+            for variable in variables
+            if (variable.synchronization, variable.aggregation) != ("on_read", "none")
         ]
         with (
             cross_replica_scope(None),
             keras.device(device),
             keras.StatelessScope(state_mapping=mapping) as scope,
         ):
-            result = tree.map_structure(_on_host, fn())
+            is_tensor = keras.ops.is_tensor
+            result = tree.map_structure(
+                lambda x: np.array(x) if is_tensor(x) else x, fn()
+            )
         after = (scope.get_current_value(variable) for variable in variables)
         return result, [None if value is None else np.array(value) for value in after]
 
@@ -71,14 +72,3 @@ class Adapter(AuditAdapter):
             return outputs
 
         return step_on_replicas, step_on_device
-
-
-def _read_on_host(variable: Any) -> np.ndarray | None:
-    on_read = variable.synchronization == "on_read"
-    if on_read and variable.aggregation == "none":
-        return None
-    return np.array(variable.value)
-
-
-def _on_host(x: Any) -> Any:
-    return np.array(x) if keras.ops.is_tensor(x) else x

@@ -44,7 +44,7 @@ from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import StepState, row_ranges
 from keras_strategy.core.variable_components import unwrap_variables
 from keras_strategy.keras_patches.variables_optimizers import adopt, stored_dtype
-from keras_strategy.training.ownership import check_sync_on_read_owner
+from keras_strategy.training.ownership import check_owner
 from keras_strategy.training.random import BatchDimCache
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.row_weights import apply_row_weight
@@ -98,7 +98,7 @@ class EagerReplica(ThreadReplica):
     def read_components(self, variable: Any) -> tuple[jax.Array, ...]:
         """Return the local replicas' values of a variable at the start of the run."""
         if is_sync_on_read(variable):
-            check_sync_on_read_owner(self._strategy, variable)
+            check_owner(self._strategy, variable)
         forbid_donation(variable)  # the function may return its shard
         return read_components(variable, self._distribution)
 

@@ -42,7 +42,7 @@ from keras_strategy.keras_patches.variables_optimizers import adopt
 from keras_strategy.training import ownership
 from keras_strategy.training.compile_cache import CompileCache, IdentityKey
 from keras_strategy.training.ownership import (
-    check_sync_on_read_owner,
+    check_owner,
     strategy_of_variable,
 )
 from keras_strategy.training.train_step import traced_step_state
@@ -73,7 +73,7 @@ def compile_program(
     variables = function.variables.values()
     local = [v for v in variables if is_sync_on_read(v)]
     for variable in local:
-        check_sync_on_read_owner(strategy, variable)
+        check_owner(strategy, variable)
     mirrored = [v for v in variables if not is_sync_on_read(v)]
     written = [v for v in mirrored if id(v) in function.written]
     read = [v for v in mirrored if id(v) not in function.written]

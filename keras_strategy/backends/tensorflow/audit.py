@@ -28,10 +28,8 @@ class Adapter(AuditAdapter):
             x = x.to_tensor()
         elif isinstance(x, tf.SparseTensor):
             x = tf.sparse.to_dense(x)
-        elif isinstance(x, tf.IndexedSlices):
+        elif isinstance(x, tf.IndexedSlices | tf.Variable):
             x = tf.convert_to_tensor(x)
-        elif isinstance(x, tf.Variable):
-            x = x.read_value()
         is_eager = isinstance(x, tf.Tensor) and hasattr(x, "numpy")
         return np.array(x.numpy()) if is_eager else None
 

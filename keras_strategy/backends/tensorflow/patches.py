@@ -47,7 +47,7 @@ from keras_strategy.keras_patches.patch import (
     model_on_replicas,
 )
 from keras_strategy.training.ownership import (
-    check_sync_on_read_owner,
+    check_owner,
     strategy_of_variable,
 )
 from keras_strategy.training.row_weights import (
@@ -149,11 +149,11 @@ def _value(original, self):
             replica.step.sum_variables_read.add(id(self))
         running = replica.group.strategy
         if is_sharded:
-            check_sync_on_read_owner(running, self)
+            check_owner(running, self)
             return self._maybe_autocast(replica.full_value(self))
         if strategy is not running and not in_stateless_scope():
             if is_sync_on_read(self):
-                check_sync_on_read_owner(running, self)
+                check_owner(running, self)
             elif replica.index >= len(strategy.extended.worker_devices):
                 # The variable has fewer components, which are all equal.
                 return self._maybe_autocast(strategy.extended.group.components(self)[0])

@@ -13,6 +13,7 @@ Python, one for each call, after all workers have reported that they have one.
 import functools
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -257,32 +258,31 @@ def audit_first_call(
     """Wrap a function of Keras's loop in the audit of its first step."""
     # The audit reads the batches of the first call, and the function gets them again.
     audit = FirstStepAudit(model, kind, strategy, scope)
+    attribute = f"{kind}_function"
 
     def run_steps(batches):
-        if audit.is_done or not audit.is_due():
-            return function(batches)
-        if kind == "predict":  # which gets a list
+        is_due = audit.is_due()
+        if is_due and kind == "predict":  # which gets a list
             audit.run(remove_optionals(batches[0]))
-            return function(batches)
-        first = list(itertools.islice(batches, model.steps_per_execution))
-        if first:
-            audit.run(remove_optionals(first[0]))
-        return function(_make_iterator(first, batches))
+        elif is_due:
+            first = list(itertools.islice(batches, model.steps_per_execution))
+            if first:
+                audit.run(remove_optionals(first[0]))
+            batches = _make_iterator(first, batches)
+        if audit.is_done and getattr(model, attribute) is this():
+            setattr(model, attribute, function)  # later steps need no wrapper
+        return function(batches)
 
+    this = weakref.ref(run_steps)  # no cycle keeps the function alive
     return run_steps
 
 
 def _make_iterator(batches: list[Any], read_from: Any) -> Any:
     """Return an iterator of batches for which a program need not be traced again."""
-    spec = getattr(read_from, "element_spec", None)
-    if not isinstance(read_from, tf.data.Iterator) or spec is None:
-        return iter(batches)
     try:
-        again = tf.data.Dataset.from_generator(
-            lambda: iter(batches), output_signature=spec
-        )
-        return iter(again)
-    except (TypeError, ValueError):
+        spec, make = read_from.element_spec, tf.data.Dataset.from_generator
+        return iter(make(lambda: iter(batches), output_signature=spec))
+    except (AttributeError, TypeError, ValueError):
         return iter(batches)  # for example a structure with None
 
 

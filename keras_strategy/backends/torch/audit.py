@@ -43,9 +43,8 @@ class Adapter(AuditAdapter):
         return restore
 
     def module_tensors(self, x: Any) -> Sequence[torch.Tensor]:
-        if not isinstance(x, torch.nn.Module):
-            return ()
-        return [*x.parameters(), *x.buffers()]
+        is_module = isinstance(x, torch.nn.Module)
+        return [*x.parameters(), *x.buffers()] if is_module else ()
 
     def stored_tensors(self, variable: Any) -> Sequence[torch.Tensor]:
         components = find_components(variable)

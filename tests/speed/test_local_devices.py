@@ -1,21 +1,21 @@
-"""`keras-strategy bench`, on the devices of this process."""
+"""`benchmarks.local_devices`, on the devices of this process."""
 
 import json
 
 import keras_strategy as ks
-from keras_strategy.launch import bench
-from keras_strategy.launch.cli import main
+from benchmarks import local_devices
+from benchmarks.local_devices import main
 from keras_strategy.training.ownership import strategy_of_model
 
 
 def test_bench_compares_devices(capsys, monkeypatch):
     """Both sides train as much; its numbers are those of the machine."""
-    models, make = [], bench._model
+    models, make = [], local_devices._model
     monkeypatch.setattr(
-        bench, "_model", lambda units: models.append(make(units)) or models[-1]
+        local_devices, "_model", lambda units: models.append(make(units)) or models[-1]
     )
     short = ["--units", "8", "--batch-size", "64", "--rounds", "2", "--seconds", "0"]
-    assert main(["bench", *short, "--json"]) == 0
+    assert main([*short, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["devices"] == list(ks.MirroredStrategy().extended.worker_devices)
     ours, alone = models
@@ -33,5 +33,5 @@ def test_bench_of_missing_devices_is_refused(capsys, monkeypatch):
         raise RuntimeError(f"no {count} of {kind}")
 
     monkeypatch.setattr(ks.config, "set_logical_devices", refuse)
-    assert main(["bench", "--devices", "64"]) == 1
-    assert capsys.readouterr().err == "keras-strategy bench: no 64 of cpu\n"
+    assert main(["--devices", "64"]) == 1
+    assert capsys.readouterr().err == "no 64 of cpu\n"

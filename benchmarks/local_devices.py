@@ -1,4 +1,8 @@
-"""Measurement of `keras-strategy bench`: a strategy against Keras alone.
+"""Speed of a strategy on this machine's devices, against Keras alone on one of them.
+
+    python -m benchmarks.local_devices
+    KERAS_BACKEND=jax python -m benchmarks.local_devices --devices 2 --json
+    python -m benchmarks.local_devices --units 4096 --batch-size 8192
 
 Both train the same model on the same rows with `fit`, in turn, in one process.
 """
@@ -11,6 +15,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,19 +23,29 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
+from benchmarks.paired_timing import WALL, OtherLoad, Turn, compare, warm
 from keras_strategy.launch import info
-from keras_strategy.launch.paired_timing import WALL, OtherLoad, Turn, compare, warm
 
 _INPUTS, _CLASSES = 64, 10
 # Other processes' share of the machine from which a measured ratio is unreliable.
 _MAX_OTHER_LOAD = 0.05
 
 
-def main(options: argparse.Namespace) -> int:
+def main(args: Sequence[str] | None = None) -> int:
+    """Measure, and print the speeds and their ratio; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.local_devices")
+    add = parser.add_argument
+    add("--devices", type=int, help="logical CPU devices (default: all of one kind)")
+    add("--units", type=int, default=256, help="width of the two hidden layers")
+    add("--batch-size", type=int, default=1024, help="rows of the global batch")
+    add("--rounds", type=int, default=9, help="how often each is timed")
+    add("--seconds", type=float, default=0.25, help="approximate time of each")
+    add("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(args)
     try:
         result = measure(options)
     except (RuntimeError, ValueError) as error:  # no such devices, or no such backend
-        print(f"keras-strategy bench: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     if options.json:
         print(json.dumps(result, indent=2))
@@ -124,3 +139,7 @@ def _turn(model: keras.Model, batch_size: int, on_cpu: bool) -> Turn:
         return {WALL: time.perf_counter() - begin}
 
     return train
+
+
+if __name__ == "__main__":
+    sys.exit(main())
