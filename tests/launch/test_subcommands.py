@@ -271,7 +271,7 @@ def test_shell_completion(shell, capsys):
         assert done.stdout.split() == ["--max-restarts"]
     assert (
         "doctor" in script
-        and "--batch-size" in script
+        and "--grace-seconds" in script
         and "--timeout-seconds" in script
     )
 

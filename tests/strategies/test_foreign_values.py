@@ -132,9 +132,9 @@ def test_components_of_another_strategy(strategies):
                 ):
                     USES[use](s, v)
         for options in (None, UNCOMPILED):
-            with pytest.raises(ValueError, match="but a replica of .* used it"):
+            with pytest.raises(ValueError, match="but a function that .* runs uses it"):
                 s.run(lambda v=v: v + 1.0, options=options)
-            with pytest.raises(ValueError, match="but a replica of .* used it"):
+            with pytest.raises(ValueError, match="but a function that .* runs uses it"):
                 s.run(lambda v: v + 1.0, (v,), options=options)
         assert results(strategies[of], v) == [[x] for x in NUMBERS[of]]
 
