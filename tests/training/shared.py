@@ -19,7 +19,7 @@ def alone(make: Callable[[], keras.Model], x: Any, y: Any, **options: Any) -> Tr
 
 
 def logged(caplog: Any) -> list[str]:
-    """What this package logged, without what TensorFlow did, or of a slow machine."""
+    """Return what this package logged, except that a first step takes long."""
     ours = [r.getMessage() for r in caplog.records if r.name == "keras_strategy"]
     return [message for message in ours if "has taken" not in message]
 

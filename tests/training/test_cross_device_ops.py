@@ -58,7 +58,7 @@ def doubling():
 
 
 def test_gradients_of_different_variables_are_refused(doubling):
-    """Which have equal shapes, so their sums would be taken for one another's."""
+    """Gradients of equal shapes could otherwise be added to one another."""
     with doubling.scope():
         variables = [keras.Variable(np.zeros(3, "float32")) for _ in range(2)]
         optimizer = keras.optimizers.SGD(1.0)

@@ -1,4 +1,4 @@
-"""Notes on errors of a step: only where they explain the error."""
+"""An error of a step gets a note where that explains it, and only there."""
 
 import keras
 import numpy as np
