@@ -50,7 +50,7 @@ class RemoteValue:
     """
 
     # Set by `ClusterCoordinator.schedule`.
-    _name: str
+    _function_name: str
     _future: Future[Any]
 
     def fetch(self) -> Any:
@@ -195,7 +195,7 @@ class ClusterCoordinator:
         )
         call_data = _serialize(name, (fn, *arguments))
         value = RemoteValue()
-        value._name, value._future = name, Future()
+        value._function_name, value._future = name, Future()
         with self._condition:
             future = self._workers.client.submit(
                 worker.call,
@@ -303,8 +303,8 @@ class ClusterCoordinator:
         for value, _ in cancelled.values():
             value._future.set_exception(
                 CancelledError(
-                    f"{value._name} was cancelled because another function failed. "
-                    "Schedule it again."
+                    f"{value._function_name} was cancelled because another function "
+                    "failed. Schedule it again."
                 )
             )
         raise error
