@@ -192,6 +192,14 @@ NEEDED_BY = {
         "torch",
         f"{_RANDOM}::test_distributions_are_reproducible",
     ),
+    "backends.threads.patches Layer.add_loss": (
+        "torch",
+        f"{_LOSSES}::test_added_losses_of_two_models_count_in_every_run",
+    ),
+    "backends.threads.patches StatelessScope.__exit__": (
+        "jax",
+        f"{_LOSSES}::test_added_losses_count_when_a_step_is_traced_again",
+    ),
     "backends.threads.patches Layer._maybe_build": (
         "torch",
         "tests/training/test_models.py::test_lazily_built_model",

@@ -102,7 +102,56 @@ def test_activity_regularizers_equal_one_device(mirrored, caplog):
         "sample_weight": models.weights_of(17),
         "validation_data": (X[:11], Y[:11]),
     }
+    strategy = mirrored(3)
     one = alone(make, X, Y, **options)
-    assert_equal(one, train(mirrored(3), make, X, Y, **options))
+    assert_equal(one, train(strategy, make, X, Y, **options))
     # On JAX a warning says that 3 replicas compute batches of 8 rows slowly.
     assert BACKEND == "jax" or not logged(caplog)
+
+
+class AddedLoss(layers.Layer):
+    """Adds the first constant to the loss of a full batch, else the second."""
+
+    def __init__(self, full, partial):
+        super().__init__()
+        self.constants = full, partial
+
+    def call(self, x):
+        full, partial = self.constants
+        self.add_loss(full if x.shape[0] in (4, 8) else partial)
+        return x
+
+
+def layers_with_reused_losses():
+    """Return two layers of which each adds what the other added to another batch."""
+    # As when memory is reused: a new loss has the id of another layer's old one.
+    constants = ops.convert_to_tensor(1.0), ops.convert_to_tensor(2.0)
+    return AddedLoss(*constants), AddedLoss(*reversed(constants))
+
+
+def test_added_losses_count_when_a_step_is_traced_again(mirrored):
+    with mirrored(1).scope():
+        dense = layers.Dense(1, kernel_initializer="zeros")
+        inputs = keras.Input(X.shape[1:])
+        model = keras.Sequential([inputs, *layers_with_reused_losses(), dense])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    history = model.fit(X[:11], 0 * Y[:11], batch_size=8, verbose=0).history
+    assert history["loss"] == [3.0]
+
+
+def test_added_losses_of_two_models_count_in_every_run(mirrored):
+    strategy = mirrored(2)
+    with strategy.scope():
+        first, second = map(
+            lambda layer: keras.Sequential([keras.Input((3,)), layer]),
+            layers_with_reused_losses(),
+        )
+
+    def step(x):
+        first(x), second(x)
+        return ops.stack([*first.losses, *second.losses])
+
+    for rows, expected in (4, [1, 2]), (2, [2, 1]), (4, [1, 2]):
+        result = strategy.run(step, args=(ops.ones((rows, 3)),))
+        for losses in strategy.experimental_local_results(result):
+            assert ops.convert_to_numpy(losses).tolist() == expected

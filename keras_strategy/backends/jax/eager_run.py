@@ -117,8 +117,8 @@ class EagerReplica(ThreadReplica):
             applied_settings(settings),
             jax.default_device(self.device),
             context.replica_scope(self.context),
-            self.scope,
             self._attributes.in_turn(),
+            self.scope,
         ):
             selected = select_replica((args, kwargs), self.index, replicas)
             args, kwargs = tree.map_structure(place, selected)

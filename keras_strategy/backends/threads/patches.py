@@ -196,3 +196,24 @@ def _maybe_build(original, attributes, self, call_spec):
         with set_on_all_replicas():
             return original(self, call_spec)
     return replica.once(lambda: original(self, call_spec))
+
+
+# --- losses of layers
+
+
+@hook(keras.Layer, "add_loss", "(self, loss)", when=current_stateless_scope)
+def _add_loss(original, scope, self, loss):
+    """Record the layers that add a loss in a stateless scope."""
+    original(self, loss)
+    vars(scope).setdefault("_ks_layers", []).append(self)
+
+
+@hook(keras.StatelessScope, "__exit__", ("args", "kwargs"))
+def _exit(original, self, *args, **kwargs):
+    """Have layers forget the ids of their losses, which other losses may get."""
+    # When called again, each layer removes losses with these ids, since
+    # keras-team/keras#22395. If memory was reused, that is the new loss of another
+    # layer, and it would not be minimized.
+    for layer in vars(self).pop("_ks_layers", ()):
+        layer._loss_ids.clear()
+    return original(self, *args, **kwargs)

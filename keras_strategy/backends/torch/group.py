@@ -190,8 +190,8 @@ class TorchGroup(ComponentGroup):
                 self.device_scopes[index](),
                 keras.device(device),
                 context.replica_scope(replica.context),
-                replica.scope,
                 attributes[index].in_turn(),
+                replica.scope,
             ):
                 local_args, local_kwargs = self.arrays_to_tensors(arguments)
                 # No replica writes before all of them have reached this point.
