@@ -149,6 +149,7 @@ def unbuilt_variable_error(variable: Any) -> RuntimeError:
 
 
 def current_stateless_scope() -> Any:
+    """Return the stateless scope that this thread is in, or None."""
     return global_state.get_global_attribute("stateless_scope")
 
 
