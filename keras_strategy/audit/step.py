@@ -169,7 +169,8 @@ class StepAudit:
             return
         for number, value in enumerate(report.values):
             noise = largest.get((value.kind, value.name), 0.0)
-            if value.differs and noise > max(value.tolerance, value.difference / 10):
+            least = max(comparison.TOLERANCES[value.kind], value.difference / 10)
+            if value.differs and noise > least:
                 report.values[number] = dataclasses.replace(value, tolerance=10 * noise)
 
     def _locate(self, report: AuditReport) -> None:
