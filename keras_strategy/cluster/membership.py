@@ -136,6 +136,12 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
     rank = tasks.index((task_type, task_id))
     if _joined is not None:
         if (_joined.rank, _joined.addresses) == (rank, addresses):
+            if options not in (_joined.options, CommunicationOptions()):
+                raise ValueError(
+                    "All strategies of a process share one connection, so their "
+                    "`communication_options` must be equal, or None. Received: "
+                    f"{options}, after {_joined.options}"
+                )
             return _joined
         raise RuntimeError(
             "This process already belongs to another cluster, as "

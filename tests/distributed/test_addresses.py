@@ -60,3 +60,20 @@ def test_workers_on_one_host_connect(kind, two_workers):
     assert hosts == (host,)
     for one, other in zip(weights, other_weights, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def create_two_strategies() -> str:
+    options = ks.experimental.CommunicationOptions
+    first = {"communication_options": options(timeout_seconds=60)}
+    ks.MultiWorkerMirroredStrategy(**first)
+    ks.MultiWorkerMirroredStrategy(**first)
+    ks.MultiWorkerMirroredStrategy()
+    with pytest.raises(ValueError) as error:
+        ks.MultiWorkerMirroredStrategy(communication_options=options(bytes_per_pack=8))
+    return str(error.value)
+
+
+def test_other_options_for_the_same_connection_are_refused(two_workers):
+    for message in two_workers.run(create_two_strategies):
+        assert "`communication_options` must be equal, or None" in message
+        assert "bytes_per_pack=8" in message and "timeout_seconds=60" in message
