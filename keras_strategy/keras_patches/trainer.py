@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import setattr_hooks
@@ -226,7 +227,13 @@ def _create_training_sync(
 
 def build_from_batch(model: keras.Model, batch: Any) -> None:
     """Build a model, its optimizer, losses and metrics for a batch of arrays."""
-    model._symbolic_build(data_batch=batch)
+
+    def to_symbolic(leaf):
+        # Keras knows no dtype of NumPy's for strings.
+        is_text = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSU"
+        return keras.ops.convert_to_tensor(leaf) if is_text else leaf
+
+    model._symbolic_build(data_batch=keras.tree.map_structure(to_symbolic, batch))
 
 
 def build_compiled_metrics(model: keras.Model, batch: Any) -> None:

@@ -59,6 +59,19 @@ def test_equal_step_and_its_table(two):
         }
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has strings")
+def test_arrays_of_strings(two):
+    words = np.array(["red", "green", "blue"], dtype=object)
+    with two.scope():
+        lookup = keras.layers.StringLookup(vocabulary=list(words))
+        embedding = keras.layers.Embedding(4, 2)
+        inputs = keras.Input((), dtype="string")
+        model = keras.Sequential([inputs, lookup, embedding, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    for x in words, words.astype("U"):
+        assert not ks.verify(model, x, Y[:3]).differs
+
+
 @pytest.mark.skipif(BACKEND == "jax", reason="fit has all rows")
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_place_of_difference(replicas):
