@@ -1,6 +1,7 @@
 """Audits ordinary models, none of which may raise an alarm.
 
     python -m tests.audit.ordinary_models [--replicas 2,3,8] [--only NAME]
+    python -m tests.audit.ordinary_models --workers 2
 
 The models are the rows of the equality table, and some large ones of
 `keras.applications`; each in float32 and in mixed precision.
@@ -18,7 +19,9 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
+from keras_strategy.audit import verify as first_step
 from keras_strategy.audit.verify import AuditReport, verify
+from keras_strategy.testing import WorkerRunner
 from tests.equality.__main__ import mirrored
 from tests.equality.cases import Case, all_cases
 
@@ -73,6 +76,53 @@ def audit_large(name: str, replicas: int, policy: str) -> AuditReport:
         keras.config.set_dtype_policy(previous)
 
 
+def audit_on_workers(only: str, stride: int, policies: list[str]) -> dict[str, int]:
+    """Fit each model of the table in this worker, and count the reports."""
+    # Else models of Keras's own parts are not audited.
+    first_step.find_user_code = lambda objects: "any model"
+    reports: list[Any] = []
+    audit_step = first_step.audit_step
+
+    def record_report(*args):
+        reports.append(audit_step(*args))
+        return reports[-1]
+
+    first_step.audit_step = record_report
+
+    def fit(case: Case, replicas: int, policy: str) -> AuditReport:
+        keras.config.set_dtype_policy(policy)
+        keras.utils.set_random_seed(1)
+        statistics = {"batch_statistics": case.batch_statistics}
+        with ks.MultiWorkerMirroredStrategy(**statistics).scope():
+            model = case.make()
+        x, y = case.data(21)
+        reports.clear()
+        model.fit(x, y, verbose=0, **{"batch_size": 8, **case.fit(21), "epochs": 1})
+        return reports.pop()  # there is none if nothing was audited
+
+    cases = [c for c in all_cases() if BACKEND not in c.not_on and only in c.name]
+    table = [(case.name, functools.partial(fit, case)) for case in cases[::stride]]
+    return count_results(table, [2], policies)
+
+
+def count_results(
+    table: list[tuple[str, Callable[[int, str], AuditReport]]],
+    replicas: list[int],
+    policies: list[str],
+) -> dict[str, int]:
+    """Print the results that are not equal, and count all."""
+    results: dict[str, int] = {}
+    for name, run in table:
+        for count in replicas:
+            for policy in policies:
+                result = _result(run, count, policy)
+                kind = result.split(":")[0]
+                results[kind] = results.get(kind, 0) + 1
+                if kind != "equal":
+                    print(f"{name}, N = {count}, {policy}: {result}", flush=True)
+    return results
+
+
 def tables(only: str) -> Iterator[tuple[str, Callable[[int, str], AuditReport]]]:
     """Yield the name of each model, and the function that audits it."""
     for case in all_cases():
@@ -90,20 +140,22 @@ def main() -> int:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--only", default="", help="models whose name contains this")
     parser.add_argument("--stride", type=int, default=1, help="every how many models")
+    parser.add_argument("--workers", type=int, help="processes, with a replica each")
     options = parser.parse_args()
-    counts = [int(text) for text in options.replicas.split(",")]
-    ks.config.set_logical_devices("cpu", max(counts))
-    logging.getLogger("keras_strategy").setLevel(logging.ERROR)
-    results: dict[str, int] = {}
+    policies = options.policies.split(",")
     start = time.perf_counter()
-    for name, run in list(tables(options.only))[:: options.stride]:
-        for replicas in counts:
-            for policy in options.policies.split(","):
-                result = _result(run, replicas, policy)
-                kind = result.split(":")[0]
-                results[kind] = results.get(kind, 0) + 1
-                if kind != "equal":
-                    print(f"{name}, N = {replicas}, {policy}: {result}", flush=True)
+    if options.workers:
+        from tests.audit.ordinary_models import audit_on_workers  # not of __main__
+
+        with WorkerRunner(options.workers, timeout_seconds=3600) as runner:
+            args = options.only, options.stride, policies
+            results = runner.run(audit_on_workers, *args)[0]
+    else:
+        counts = [int(text) for text in options.replicas.split(",")]
+        ks.config.set_logical_devices("cpu", max(counts))
+        logging.getLogger("keras_strategy").setLevel(logging.ERROR)
+        table = list(tables(options.only))[:: options.stride]
+        results = count_results(table, counts, policies)
     print(results, f"{time.perf_counter() - start:.0f} s")
     return 1 if results.keys() - {"equal"} else 0
 
