@@ -344,12 +344,20 @@ def _parts_differ(
 
 def find_metric(objects: Sequence[Any], name: str) -> Any:
     """Return the innermost metric of a variable's path or a log's name, or None."""
+
+    def is_log(metric: Any) -> bool:
+        # Keras puts the name of a model's output before that of a metric.
+        return f"_{name}".endswith(f"_{metric.name}")
+
+    def rank(metric: Any) -> tuple:
+        # Keras's containers of metrics have these variables, too.
+        is_of_keras = find_user_code([metric]) is None
+        return -len(metric.name) * is_log(metric), is_of_keras, len(metric.variables)
+
     metrics = [
         part
         for part in objects
         if isinstance(part, keras.metrics.Metric)
-        and (part.name == name or any(v.path == name for v in part.variables))
+        and (is_log(part) or any(v.path == name for v in part.variables))
     ]
-    # Keras's containers of metrics have these variables, too.
-    metrics.sort(key=lambda x: (find_user_code([x]) is None, len(x.variables)))
-    return next(iter(metrics), None)
+    return min(metrics, key=rank, default=None)

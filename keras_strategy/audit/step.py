@@ -170,8 +170,23 @@ class StepAudit:
         for number, value in enumerate(report.values):
             noise = largest.get((value.kind, value.name), 0.0)
             least = max(comparison.TOLERANCES[value.kind], value.difference / 10)
-            if value.differs and noise > least:
-                report.values[number] = dataclasses.replace(value, tolerance=10 * noise)
+            if value.differs and (noise > least or self._jumps(value, report)):
+                tolerance = max(10 * noise, value.difference)
+                report.values[number] = dataclasses.replace(value, tolerance=tolerance)
+
+    def _jumps(self, value: ComparedValue, report: AuditReport) -> bool:
+        """Return True for the result of a Keras metric whose variables are equal.
+
+        Rounding decides about thresholds, such as those of `SensitivityAtSpecificity`.
+        """
+        if value.kind != "log":
+            return False
+        metric = comparison.find_metric(self._snapshot.objects, value.name)
+        if metric is None or find_user_code([metric]) is not None:
+            return False
+        paths = {variable.path for variable in metric.variables}
+        states = [x for x in report.values if x.kind == "state" and x.name in paths]
+        return bool(states) and not any(x.differs for x in states)
 
     def _locate(self, report: AuditReport) -> None:
         """Name what differs first."""

@@ -76,7 +76,9 @@ def audit_large(name: str, replicas: int, policy: str) -> AuditReport:
         keras.config.set_dtype_policy(previous)
 
 
-def audit_on_workers(only: str, stride: int, policies: list[str]) -> dict[str, int]:
+def audit_on_workers(
+    only: str, stride: int, policies: list[str]
+) -> dict[str, list[str]]:
     """Fit each model of the table in this worker, and count the reports."""
     # Else models of Keras's own parts are not audited.
     first_step.find_user_code = lambda objects: "any model"
@@ -102,24 +104,24 @@ def audit_on_workers(only: str, stride: int, policies: list[str]) -> dict[str, i
 
     cases = [c for c in all_cases() if BACKEND not in c.not_on and only in c.name]
     table = [(case.name, functools.partial(fit, case)) for case in cases[::stride]]
-    return count_results(table, [2], policies)
+    return group_results(table, [2], policies)
 
 
-def count_results(
+def group_results(
     table: list[tuple[str, Callable[[int, str], AuditReport]]],
     replicas: list[int],
     policies: list[str],
-) -> dict[str, int]:
-    """Print the results that are not equal, and count all."""
-    results: dict[str, int] = {}
+) -> dict[str, list[str]]:
+    """Return lines that describe the audits, by result."""
+    results: dict[str, list[str]] = {}
     for name, run in table:
         for count in replicas:
             for policy in policies:
                 result = _result(run, count, policy)
-                kind = result.split(":")[0]
-                results[kind] = results.get(kind, 0) + 1
-                if kind != "equal":
-                    print(f"{name}, N = {count}, {policy}: {result}", flush=True)
+                line = f"{name}, N = {count}, {policy}: {result}"
+                results.setdefault(result.split(":")[0], []).append(line)
+                if result != "equal":
+                    print(line, flush=True)
     return results
 
 
@@ -150,13 +152,16 @@ def main() -> int:
         with WorkerRunner(options.workers, timeout_seconds=3600) as runner:
             args = options.only, options.stride, policies
             results = runner.run(audit_on_workers, *args)[0]
+        for result, lines in results.items():  # workers' output is not shown
+            print(*lines if result != "equal" else (), sep="\n")
     else:
         counts = [int(text) for text in options.replicas.split(",")]
         ks.config.set_logical_devices("cpu", max(counts))
         logging.getLogger("keras_strategy").setLevel(logging.ERROR)
         table = list(tables(options.only))[:: options.stride]
-        results = count_results(table, counts, policies)
-    print(results, f"{time.perf_counter() - start:.0f} s")
+        results = group_results(table, counts, policies)
+    counted = {result: len(lines) for result, lines in results.items()}
+    print(counted, f"{time.perf_counter() - start:.0f} s")
     return 1 if results.keys() - {"equal"} else 0
 
 

@@ -59,6 +59,20 @@ def test_equal_step_and_its_table(two):
         }
 
 
+def test_metric_with_thresholds_is_no_finding(two):
+    metric = keras.metrics.SensitivityAtSpecificity(0.5, num_thresholds=20)
+    with two.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, "sigmoid")])
+        model.compile("sgd", "binary_crossentropy", weighted_metrics=[metric])
+    y = (np.arange(7) % 2).astype("float32")[:, None]
+    # With the numbers of some seed, rounding decides which threshold is the first.
+    for seed in range(14, 18):
+        numbers = np.random.RandomState(seed)
+        x, _ = numbers.randn(7, 1).astype("float32"), numbers.rand()
+        weights = np.array([1, 2, 3, 3, 2, 1, 7], "float32") / 10
+        assert not ks.verify(model, x, y, weights[numbers.permutation(7)]).differs
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has strings")
 def test_arrays_of_strings(two):
     words = np.array(["red", "green", "blue"], dtype=object)
