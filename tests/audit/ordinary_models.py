@@ -80,6 +80,7 @@ def audit_on_workers(
     only: str, stride: int, policies: list[str]
 ) -> dict[str, list[str]]:
     """Fit each model of the table in this worker, and count the reports."""
+    ks.MultiWorkerMirroredStrategy()  # TensorFlow connects before it computes
     # Else models of Keras's own parts are not audited.
     first_step.find_user_code = lambda objects: "any model"
     reports: list[Any] = []
