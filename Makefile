@@ -16,7 +16,7 @@ export BACKENDS
 STAMP := $(VENV)/.installed
 
 .PHONY: help demo test test-full lint ruff format pyright imports private writing docs \
-    clean equality peer ports compat bench gpu hooks errors names drop-hooks faults \
+    clean equality conformance peer ports compat bench gpu hooks errors names drop-hooks faults \
     pictures gallery wheel
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test      run every behaviour once, on every backend"
 	@echo "make test-full  run the rest: long tables, combinations and rare faults"
 	@echo "make equality  the table of what equals one device, on every backend"
+	@echo "make conformance  programs on us and on peers; writes docs/conformance.md"
 	@echo "make peer      Keras's own trainer tests inside a scope, on every backend"
 	@echo "make ports     programs that others wrote; writes docs/ports.md"
 	@echo "make faults    100 faults in workers, at random; writes docs/faults.md"
@@ -58,6 +59,10 @@ equality: $(STAMP)
 	    KERAS_BACKEND=$$backend $(VENV)/bin/python \
 	        -m tests.equality --native; \
 	done
+
+# Three quarters of an hour. ARGS="--system accelerate --only batch_norm" runs a part.
+conformance: $(STAMP)
+	@$(VENV)/bin/python -m conformance $(ARGS)
 
 peer: $(STAMP)
 	@$(VENV)/bin/python tools/keras_trainer_tests.py $(ARGS)

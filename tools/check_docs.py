@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CODE = ("keras_strategy", "benchmarks", "examples", "tools")
+CODE = ("keras_strategy", "benchmarks", "conformance", "examples", "tools")
 PAGES = ("docs/*.md", "README.md", "CONTRIBUTING.md")
 # The changelog and the benchmarks' history name what existed at the time.
 HISTORY = {"docs/benchmarks_history.md"}

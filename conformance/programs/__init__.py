@@ -1,0 +1,1 @@
+"""Programs, a module for each family. Each module here is imported by itself."""
