@@ -347,7 +347,7 @@ def find_metric(objects: Sequence[Any], name: str) -> Any:
 
     def is_log(metric: Any) -> bool:
         # Keras puts the name of a model's output before that of a metric.
-        return f"_{name}".endswith(f"_{metric.name}")
+        return "/" not in name and f"_{name}".endswith(f"_{metric.name}")
 
     def rank(metric: Any) -> tuple:
         # Keras's containers of metrics have these variables, too.

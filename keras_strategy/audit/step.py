@@ -186,7 +186,8 @@ class StepAudit:
             return False
         paths = {variable.path for variable in metric.variables}
         states = [x for x in report.values if x.kind == "state" and x.name in paths]
-        return bool(states) and not any(x.differs for x in states)
+        largest = max((x.difference for x in states), default=math.inf)
+        return largest < comparison.TOLERANCES["log"]
 
     def _locate(self, report: AuditReport) -> None:
         """Name what differs first."""

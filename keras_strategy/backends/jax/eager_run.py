@@ -117,6 +117,7 @@ class EagerReplica(ThreadReplica):
             applied_settings(settings),
             jax.default_device(self.device),
             context.replica_scope(self.context),
+            # The scope ends in the turn: layers then forget their losses.
             self._attributes.in_turn(),
             self.scope,
         ):

@@ -190,6 +190,7 @@ class TorchGroup(ComponentGroup):
                 self.device_scopes[index](),
                 keras.device(device),
                 context.replica_scope(replica.context),
+                # The scope ends in the turn: layers then forget their losses.
                 attributes[index].in_turn(),
                 replica.scope,
             ):
