@@ -449,11 +449,9 @@ def _positive_vector(name: str, value: Any, rank: int) -> np.ndarray:
 
 
 def _replica_grid(counts: np.ndarray, replicas: int) -> list[int]:
-    """Return the number of replicas along each dimension, close to a cube.
-
-    The dimension with the least room comes first; ties are broken in the order core, x,
-    y, z.
-    """
+    """Return the number of replicas along each dimension, close to a cube."""
+    # The dimension with the least room comes first; ties are broken in the order core,
+    # x, y, z.
     grid = [0] * len(counts)
     remaining, dimensions = replicas, len(counts)
     if not remaining:

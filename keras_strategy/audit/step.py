@@ -175,10 +175,9 @@ class StepAudit:
                 report.values[number] = dataclasses.replace(value, tolerance=tolerance)
 
     def _jumps(self, value: ComparedValue, report: AuditReport) -> bool:
-        """Return True for the result of a Keras metric whose variables are equal.
-
-        Rounding decides about thresholds, such as those of `SensitivityAtSpecificity`.
-        """
+        """Return True for the result of a Keras metric whose variables are equal."""
+        # Rounding decides about thresholds, such as those of
+        # `SensitivityAtSpecificity`.
         if value.kind != "log":
             return False
         metric = comparison.find_metric(self._snapshot.objects, value.name)

@@ -40,13 +40,12 @@ _MAX_MESSAGE, _MAX_TRACE = 2_000, 20_000
 
 
 class CoordinatorClient(process_exit.ExitHandler):
-    """A worker's client of the coordinator, which the chief (rank 0) runs.
+    """A worker's client of the coordinator, which the chief (rank 0) runs."""
 
-    All workers make the same calls in the same order, each from one thread. When one of
-    them fails, all end: a process that is only a worker (`exit_process`) at any moment,
-    another by a `WorkerFailedError` of the next call. Clients without the chief's
-    `secret` are refused.
-    """
+    # All workers make the same calls in the same order, each from one thread. When one
+    # of them fails, all end: a process that is only a worker (`exit_process`) at any
+    # moment, another by a `WorkerFailedError` of the next call. Clients without the
+    # chief's `secret` are refused.
 
     def __init__(
         self,

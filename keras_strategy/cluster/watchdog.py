@@ -129,11 +129,10 @@ class OperationTrace:
 
 
 class Watchdog:
-    """State machine that acts on messages and waiting times, at `now`.
+    """State machine that acts on messages and waiting times, at `now`."""
 
-    `send` gets messages for the coordinator, and `fail` once why this worker cannot
-    continue, with details.
-    """
+    # `send` gets messages for the coordinator, and `fail` once why this worker cannot
+    # continue, with details.
 
     def __init__(
         self,

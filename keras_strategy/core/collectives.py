@@ -31,10 +31,9 @@ MAX_CHECKSUM_WORKERS = 256
 
 
 class WorkerCollectives(abc.ABC):
-    """Collectives of a cluster's processes, which all make the same calls in order.
+    """Collectives of a cluster's processes, which all make the same calls in order."""
 
-    `name` is the purpose of the tensors, for messages.
-    """
+    # `name` is the purpose of the tensors, for messages.
 
     def __init__(self, cluster: "Cluster"):
         self.cluster = cluster
@@ -47,10 +46,9 @@ class WorkerCollectives(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
-        """Concatenate the workers' tensors in rank order.
-
-        Also return each worker's size along `axis`. Raise ValueError if others differ.
-        """
+        """Concatenate the workers' tensors in rank order."""
+        # Also return each worker's size along `axis`. Raise ValueError if others
+        # differ.
 
     @abc.abstractmethod
     def broadcast(self, name: str, tensors: Sequence[Any]) -> list[Any]:

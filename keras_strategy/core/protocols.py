@@ -122,11 +122,9 @@ class ReplicaGroup(Protocol):
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
-        """Call `fn` for each component of `variable`, then write the results.
-
-        Distributed values and variables among the arguments belong to this group. The
-        outputs have `Mirrored` in place of tensors; with one replica as they are.
-        """
+        """Call `fn` for each component of `variable`, then write the results."""
+        # Distributed values and variables among the arguments belong to this group. The
+        # outputs have `Mirrored` in place of tensors; with one replica as they are.
 
     def mirror(self, value: Any) -> Mirrored:
         """Copy a tensor to each device."""
@@ -139,12 +137,10 @@ class ReplicaGroup(Protocol):
         options: "RunOptions",
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
-        """Call `fn` on every replica, and join the outputs by `values.regroup`.
-
-        `scope` is entered while Python runs; a compiled program runs without it. After
-        an exception of `fn` the variables keep their old values, or a note on the
-        exception says that they do not.
-        """
+        """Call `fn` on every replica, and join the outputs by `values.regroup`."""
+        # `scope` is entered while Python runs; a compiled program runs without it.
+        # After an exception of `fn` the variables keep their old values, or a note on
+        # the exception says that they do not.
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         """Combine tensors over the replicas, and over `axis` unless it is None."""
@@ -153,10 +149,8 @@ class ReplicaGroup(Protocol):
         """Concatenate tensors of different devices on the first device."""
 
     def place(self, parts: Sequence[Any], alike: bool | None = None) -> Any:
-        """Copy each replica's array to its device; return a `PerReplica`.
-
-        The caller may overwrite `parts`. `alike` is True if their layouts are equal.
-        """
+        """Copy each replica's array to its device; return a `PerReplica`."""
+        # The caller may overwrite `parts`. `alike` is True if their layouts are equal.
 
 
 class Replica(Protocol):
@@ -185,20 +179,16 @@ class Replica(Protocol):
         """Return the result of `fn`, which creates variables, called by one replica."""
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
-        """Return the sum of weight * tensor over the replicas, without gradients.
-
-        `weight` is this replica's row weight; None means 1. A weight of 0 adds zeros,
-        so that a NaN of a replica without rows does not spread.
-        """
+        """Return the sum of weight * tensor over the replicas, without gradients."""
+        # `weight` is this replica's row weight; None means 1. A weight of 0 adds zeros,
+        # so that a NaN of a replica without rows does not spread.
 
     def draw_once(
         self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
     ) -> Any:
-        """Return the random numbers of `draw`, the same on all replicas.
-
-        `what` identifies the draw, by `==`. `skip` advances the generator instead,
-        where another replica of this process has drawn and its numbers are copied.
-        """
+        """Return the random numbers of `draw`, the same on all replicas."""
+        # `what` identifies the draw, by `==`. `skip` advances the generator instead,
+        # where another replica of this process has drawn and its numbers are copied.
         return draw()
 
     def write(self, variable: Any, value: Any) -> None:
@@ -206,10 +196,9 @@ class Replica(Protocol):
 
 
 class AuditAdapter(Protocol):
-    """Access to a backend's own state, and to a model's steps, for an audit.
+    """Access to a backend's own state, and to a model's steps, for an audit."""
 
-    By default the backend has no state outside of Keras's variables.
-    """
+    # By default the backend has no state outside of Keras's variables.
 
     # True if gradients, losses and calls can be recorded.
     records_steps = True
@@ -247,11 +236,9 @@ class AuditAdapter(Protocol):
     def run_on_device(
         self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
     ) -> tuple[Any, list[Any] | None]:
-        """Call `fn` as on one device, without a strategy.
-
-        Return its result, and arrays of the variables afterwards if these themselves do
-        not have the values.
-        """
+        """Call `fn` as on one device, without a strategy."""
+        # Return its result, and arrays of the variables afterwards if these themselves
+        # do not have the values.
 
     def step_functions(
         self, model: Any, kind: str, strategy: Any
@@ -260,10 +247,9 @@ class AuditAdapter(Protocol):
 
 
 class Engine(Protocol):
-    """One backend: its devices, gradients and replica groups.
+    """One backend: its devices, gradients and replica groups."""
 
-    What a backend does not have returns None here.
-    """
+    # What a backend does not have returns None here.
 
     name: str
 
@@ -304,13 +290,11 @@ class Engine(Protocol):
     def draw_slice(
         self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]
     ) -> Any:
-        """Draw one slice of a random tensor without drawing the rows before it.
-
-        `name` is a function of `keras.random` and `given` its arguments, with the
-        global shape; for "dropout" the shape of the mask, the rate and the input's
-        dtype, and the slice is the mask of kept elements. It starts at row `begin`.
-        Return None where the global tensor must be drawn.
-        """
+        """Draw one slice of a random tensor without drawing the rows before it."""
+        # `name` is a function of `keras.random` and `given` its arguments, with the
+        # global shape; for "dropout" the shape of the mask, the rate and the input's
+        # dtype, and the slice is the mask of kept elements. It starts at row `begin`.
+        # Return None where the global tensor must be drawn.
 
     def dry_run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
@@ -361,12 +345,10 @@ class Engine(Protocol):
         split: bool,
         options: "InputOptions | None",
     ) -> Any:
-        """Return a `DistributedDataset` of this backend's own input pipeline.
-
-        `datasets` is one dataset, or one for each replica. With `split` its elements
-        are global batches to split by rows; without, the replicas take elements in
-        turn. Return None if a dataset is not of this backend.
-        """
+        """Return a `DistributedDataset` of this backend's own input pipeline."""
+        # `datasets` is one dataset, or one for each replica. With `split` its elements
+        # are global batches to split by rows; without, the replicas take elements in
+        # turn. Return None if a dataset is not of this backend.
 
     def checkpoints(self, thing: Any, folder: Any, cluster: "Cluster | None") -> Any:
         """Return a handler of this backend's checkpoints, as `Checkpoint`, or None."""
@@ -396,7 +378,5 @@ class Engine(Protocol):
         cross_device_ops: Any,
         cluster: "Cluster | None",
     ) -> "ReplicaGroup":
-        """Create the replicas of `strategy`, one on each of the local devices.
-
-        A backend that chooses its own collectives logs `cross_device_ops` as unused.
-        """
+        """Create the replicas of `strategy`, one on each of the local devices."""
+        # A backend that chooses its own collectives logs `cross_device_ops` as unused.

@@ -18,11 +18,10 @@ from keras_strategy.values import (
 
 
 class VariableComponent(keras.Variable):
-    """One replica's component of a variable, as `extended.update` passes it.
+    """One replica's component of a variable, as `extended.update` passes it."""
 
-    It has the variable's name, path, shape and dtype. Assigned values are written when
-    the function has succeeded for all components.
-    """
+    # It has the variable's name, path, shape and dtype. Assigned values are written
+    # when the function has succeeded for all components.
 
     def __init__(self, container: Any, value: Any, device: str):
         # Copies the name, shape, dtype and so on without creating a variable.

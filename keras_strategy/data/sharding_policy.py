@@ -66,10 +66,8 @@ def files(
 def per_worker_policy(
     dataset: Any, options: Any, cluster: Cluster
 ) -> AutoShardPolicy | None:
-    """Return the policy that options request, or that the dataset declares.
-
-    None for a policy by which the workers share global batches.
-    """
+    """Return the policy that options request, or that the dataset declares."""
+    # None for a policy by which the workers share global batches.
     policy = AutoShardPolicy.AUTO if options is None else options.auto_shard_policy
     if policy is AutoShardPolicy.AUTO and is_tf_dataset(dataset):
         native = dataset.options().experimental_distribute.auto_shard_policy

@@ -342,13 +342,12 @@ _thread = _ThreadState()
 
 
 class Prefetcher(Iterator[Any]):
-    """Iterator that reads some items of another iterator ahead, in a thread.
+    """Iterator that reads some items of another iterator ahead, in a thread."""
 
-    The first item is read in the requesting thread, and with it what begins an epoch,
-    such as drawing its row order. After any multiple of one of the epoch lengths
-    `pauses`, the next item is read only when it is requested. The `SourceStates` of the
-    items learn the position of each item returned.
-    """
+    # The first item is read in the requesting thread, and with it what begins an epoch,
+    # such as drawing its row order. After any multiple of one of the epoch lengths
+    # `pauses`, the next item is read only when it is requested. The `SourceStates` of
+    # the items learn the position of each item returned.
 
     def __init__(
         self,

@@ -220,11 +220,9 @@ def _read_sources(
 
 
 def keras_dataset(dataset: Any, strategy: Strategy | None, method: str) -> Any:
-    """Return what `fit` and the like read instead of a distributed dataset.
-
-    They split global batches themselves. Where each worker has its own batches, the
-    workers exchange how many. Any other argument is returned as it is.
-    """
+    """Return what `fit` and the like read instead of a distributed dataset."""
+    # They split global batches themselves. Where each worker has its own batches, the
+    # workers exchange how many. Any other argument is returned as it is.
     cluster = None if strategy is None else strategy.extended.cluster
     if strategy is not None and _has_per_worker_policy(dataset, cluster):
         dataset = distribute(strategy, dataset, None)
@@ -317,12 +315,11 @@ def predict(model: keras.Model, x: Any, gather: bool = False, **kwargs: Any) -> 
 def _configure_prefetch(
     starts: Sequence[Any], datasets: Sequence[Any], options: InputOptions | None
 ) -> int:
-    """Return how many batches to prefetch.
-
-    An `IndexedDataset` sets it, since its rows are the same whenever they are read. Any
-    other Python code is prefetched only if options request it. `tf.data`, and loaders
-    with their own threads or processes, prefetch by themselves; arrays need none.
-    """
+    """Return how many batches to prefetch."""
+    # An `IndexedDataset` sets it, since its rows are the same whenever they are read.
+    # Any other Python code is prefetched only if options request it. `tf.data`, and
+    # loaders with their own threads or processes, prefetch by themselves; arrays need
+    # none.
     requested = 0 if options is None else options.experimental_per_replica_buffer_size
     depth = min(
         dataset.prefetch if isinstance(dataset, IndexedDataset) else requested

@@ -254,13 +254,11 @@ def read_synchronized(
     accept: Callable[[Any, list[Any]], Any],
     pauses: Callable[[int], bool],
 ) -> Iterator[Any]:
-    """Read what all workers read, one item ahead.
-
-    `describe` returns JSON values, but no dict, for an item, and for None at the end.
-    `accept` gets an item and all workers' descriptions, and returns the item to yield,
-    None at the end. `pauses` is True if after so many items the next one is read only
-    when it is requested, which it may never be.
-    """
+    """Read what all workers read, one item ahead."""
+    # `describe` returns JSON values, but no dict, for an item, and for None at the end.
+    # `accept` gets an item and all workers' descriptions, and returns the item to
+    # yield, None at the end. `pauses` is True if after so many items the next one is
+    # read only when it is requested, which it may never be.
 
     def read():
         """Read an item and start to exchange its description."""
@@ -304,12 +302,10 @@ def digest_of(batch: Any) -> str:
 def synchronize_rounds(
     rounds: Iterator[ReplicaParts], cluster: Cluster, partial: bool
 ) -> Iterator[ReplicaParts]:
-    """Yield a worker's elements for as long as any worker has some.
-
-    A worker that has no more continues with empty elements, as replicas without an
-    element in a last round do. Unless elements may have fewer rows than others
-    (`partial`), such a round is dropped.
-    """
+    """Yield a worker's elements for as long as any worker has some."""
+    # A worker that has no more continues with empty elements, as replicas without an
+    # element in a last round do. Unless elements may have fewer rows than others
+    # (`partial`), such a round is dropped.
     empty = ReplicaParts()
 
     def describe(parts):
@@ -403,11 +399,9 @@ def assemble_rounds(
 def _rows_of_parts(
     parts: Sequence[Sequence[Sequence[int] | None]], first: int = 0
 ) -> BatchRows | None:
-    """Return the rows of an element from the shapes of each replica's arrays.
-
-    `first` is the index of this worker's first replica. Returns None if the arrays of a
-    part differ in their number of rows, or have none.
-    """
+    """Return the rows of an element from the shapes of each replica's arrays."""
+    # `first` is the index of this worker's first replica. Returns None if the arrays of
+    # a part differ in their number of rows, or have none.
     counts, result = [], BatchRows()
     for shapes in parts:
         rows = {shape[0] if shape else None for shape in shapes if shape is not None}

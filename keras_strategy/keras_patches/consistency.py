@@ -36,10 +36,8 @@ check_each_batch = False
 def check_mirrored_variables(
     strategy: "Strategy", after: str, variables: Iterable[Any] | None = None
 ) -> None:
-    """Compare the components of variables, by default of all in the strategy.
-
-    `after` names the call that precedes the check, for the message.
-    """
+    """Compare the components of variables, by default of all in the strategy."""
+    # `after` names the call that precedes the check, for the message.
     if strategy.num_replicas_in_sync == 1 or get_engine().is_tracing():
         return
     drifted = []

@@ -126,10 +126,8 @@ def set_epoch(adapter: Any, epoch: int | None) -> None:
 
 @hook(keras_adapters.PyDatasetAdapter, "_get_iterator", "(self)")
 def _get_iterator(original, self):
-    """Keep one order for a pass over an `IndexedDataset`, also when reading ahead.
-
-    Keras ends the epoch of a dataset while TensorFlow may still read in a thread.
-    """
+    """Keep one order for a pass over an `IndexedDataset`, also when reading ahead."""
+    # Keras ends the epoch of a dataset while TensorFlow may still read in a thread.
     dataset = self.py_dataset
     if isinstance(dataset, _SkippingDataset):
         dataset = dataset.dataset
@@ -158,10 +156,8 @@ def read_local_rows(
     local_bounds: LocalBoundsFn,
     batches_of: Callable[[Any], Iterable[Any]],
 ) -> Iterable[LocalRows] | None:
-    """Return this worker's rows of a `fit`'s data; None if all rows must be read.
-
-    `batches_of` returns the batches of an adapter as the backend reads them.
-    """
+    """Return this worker's rows of a `fit`'s data; None if all rows must be read."""
+    # `batches_of` returns the batches of an adapter as the backend reads them.
     if isinstance(adapter, keras_adapters.ArrayDataAdapter):
         inputs = adapter._inputs
         arrays = array_slicing.convert_to_sliceable(inputs, target_backend="numpy")

@@ -38,12 +38,10 @@ keras_functional = find_module("Functional", "keras.src.models.functional")
 
 @hook(keras.Layer, "__new__", "(cls, *args, **kwargs)")
 def _new(original, cls, *args, **kwargs):
-    """Record the scope in which a model or layer is created as its strategy.
-
-    Sequential and functional models, subclasses, `from_config`, `load_model` and
-    `clone_model` all end here. Layers are included: a layer's class may also inherit
-    from one of Keras's trainers.
-    """
+    """Record the scope in which a model or layer is created as its strategy."""
+    # Sequential and functional models, subclasses, `from_config`, `load_model` and
+    # `clone_model` all end here. Layers are included: a layer's class may also inherit
+    # from one of Keras's trainers.
     layer = original(cls, *args, **kwargs)
     if current_turn.attributes is not None:
         current_turn.attributes.new_layers[id(layer)] = layer
@@ -58,10 +56,8 @@ def _new(original, cls, *args, **kwargs):
 
 @hook(keras.layers.BatchNormalization, "__init__", ("synchronized",), when=in_scope)
 def _batch_normalization(original, strategy, self, *args, synchronized=False, **kwargs):
-    """Accept `synchronized` in a scope on every backend.
-
-    Keras refuses it on JAX and torch, where it has no group to synchronize with.
-    """
+    """Accept `synchronized` in a scope on every backend."""
+    # Keras refuses it on JAX and torch, where it has no group to synchronize with.
     if not synchronized:
         return original(self, *args, **kwargs)
     original(self, *args, **kwargs)
@@ -81,11 +77,10 @@ def _in_scope_or_trial() -> Any:
     when=_in_scope_or_trial,
 )
 def _moments(original, strategy, self, inputs, mask):
-    """Compute global batch statistics where the layer or strategy asks for them.
-
-    That is by the layer's `synchronized` or the strategy's `batch_statistics`. Outside
-    of replicas (one device, a dry run, JAX's global program) all rows are present.
-    """
+    """Compute global batch statistics where the layer or strategy asks for them."""
+    # That is by the layer's `synchronized` or the strategy's `batch_statistics`.
+    # Outside of replicas (one device, a dry run, JAX's global program) all rows are
+    # present.
     replica = context.distributed_replica()
     if replica is not None:
         variable_sync.declare_if_central(self)  # it assigns its moving statistics next

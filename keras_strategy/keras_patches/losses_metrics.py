@@ -33,13 +33,11 @@ _CALL = "(self, y_true, y_pred, sample_weight=None)"
 
 @hook(keras.losses.Loss, "__call__", _CALL, when=in_replica)
 def _call(original, replica, self, y_true, y_pred, sample_weight=None):
-    """Divide a replica's loss by the denominator of the global batch.
-
-    A loss that returns a scalar is computed on the gathered global batch, because its
-    reduction is unknown: Dice divides sums over all rows, so no mean of local values
-    equals one device's. The same holds for Circle, the only Keras loss that compares
-    rows and returns a value per row.
-    """
+    """Divide a replica's loss by the denominator of the global batch."""
+    # A loss that returns a scalar is computed on the gathered global batch, because its
+    # reduction is unknown: Dice divides sums over all rows, so no mean of local values
+    # equals one device's. The same holds for Circle, the only Keras loss that compares
+    # rows and returns a value per row.
     inputs = y_true, y_pred, sample_weight
     step = replica.step
     if step.has_all_rows:
@@ -65,10 +63,8 @@ _GET_LOSS = "(identifier, y_true, y_pred)"
 
 @hook(keras_compiled, "get_loss", _GET_LOSS, when=in_distributed_scope)
 def _get_loss(original, strategy, identifier, y_true, y_pred):
-    """Compute losses that override `__call__` on the global batch in a step.
-
-    Their reduction is unknown.
-    """
+    """Compute losses that override `__call__` on the global batch in a step."""
+    # Their reduction is unknown.
     loss = original(identifier, y_true, y_pred)
     if loss is None or type(loss).__call__ is keras.losses.Loss.__call__:
         return loss
@@ -127,10 +123,8 @@ _UPDATE = "(self, values, sample_weight=None)"
 
 @hook(keras.metrics.Mean, "update_state", _UPDATE, when=in_step)
 def _update_state(original, replica, self, values, sample_weight=None):
-    """Count a scalar for the rows of this replica.
-
-    Keras counts a scalar once per batch, but a batch spans all replicas.
-    """
+    """Count a scalar for the rows of this replica."""
+    # Keras counts a scalar once per batch, but a batch spans all replicas.
     if (
         sample_weight is None
         and not isinstance(values, keras.KerasTensor)
@@ -154,11 +148,10 @@ def _result_of_all_rows(original: Callable) -> Any:
 
 
 class _Results(SubclassPatch):
-    """Compute a metric's result in a step from the rows of all replicas.
+    """Compute a metric's result in a step from the rows of all replicas."""
 
-    The step then returns one device's values, under any key and in any formula. Each
-    metric class, including the user's, has its own `result`.
-    """
+    # The step then returns one device's values, under any key and in any formula. Each
+    # metric class, including the user's, has its own `result`.
 
     owner = keras.metrics.Metric
     wrappers = {"result": _result_of_all_rows}

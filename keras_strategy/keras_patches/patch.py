@@ -169,11 +169,10 @@ class MethodsPatch(Patch):
 
 
 class SubclassPatch(MethodsPatch):
-    """Patch of methods of a Keras class and of all its subclasses, also the user's.
+    """Patch of methods of a Keras class and of all its subclasses, also the user's."""
 
-    A method that overrides Keras's runs before or instead of it. Classes that are
-    defined after installation are patched when they are first instantiated.
-    """
+    # A method that overrides Keras's runs before or instead of it. Classes that are
+    # defined after installation are patched when they are first instantiated.
 
     multi_replica_only = True
     _replacements: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -216,14 +215,13 @@ def hook(
     when: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Callable[[_Function], _Function]:
-    """Mark a function as the replacement of one or more Keras functions.
-
-    It is called with the original function, then with the result of `when` if there is
-    a condition, then with the arguments of the call. `when` may take the call's first
-    argument; if it returns None, only the original runs. `signature` is all parameters,
-    as `inspect.signature` writes them; or the names of those that the patch relies on;
-    or None for a property. `options` are other fields of a `FunctionPatch`.
-    """
+    """Mark a function as the replacement of one or more Keras functions."""
+    # It is called with the original function, then with the result of `when` if there
+    # is a condition, then with the arguments of the call. `when` may take the call's
+    # first argument; if it returns None, only the original runs. `signature` is all
+    # parameters, as `inspect.signature` writes them; or the names of those that the
+    # patch relies on; or None for a property. `options` are other fields of a
+    # `FunctionPatch`.
     attributes = (attribute,) if isinstance(attribute, str) else attribute
 
     def mark(function: _Function) -> _Function:

@@ -59,10 +59,8 @@ _NEXT = "(self, ordered=True)"
 
 @hook(keras.random.SeedGenerator, "next", _NEXT, when=in_replica_or_dry_run)
 def _next(original, replica, self, ordered=True):
-    """Draw independent numbers on each replica, except for those of its rows.
-
-    Only the drawn seed differs; the stored state advances as on one device.
-    """
+    """Draw independent numbers on each replica, except for those of its rows."""
+    # Only the drawn seed differs; the stored state advances as on one device.
     variable_sync.declare_if_central(self)  # it assigns its state
     seed = original(self, ordered)
     if isinstance(replica, DryRun) or replica.step.is_drawing:
@@ -80,11 +78,9 @@ _CALL_STATE = ("current_call_ctx", "autocast_scope")
 
 @contextlib.contextmanager
 def dry_running() -> Iterator[DryRun]:
-    """Context manager for a dry run of a step in the middle of another one.
-
-    It ends where a variable is created, gradients are applied, or an error is raised,
-    which is ignored because some functions accept only some batch sizes.
-    """
+    """Context manager for a dry run of a step in the middle of another one."""
+    # It ends where a variable is created, gradients are applied, or an error is raised,
+    # which is ignored because some functions accept only some batch sizes.
     restore_call_state = call_state_restorer()
     with dry_run_scope() as dry_run:
         dry_run.draws = []
@@ -229,10 +225,8 @@ def _categorical(original, replica, logits, num_samples, *args, **kwargs):
 
 @_random_hook("shuffle", "(x, axis=0, seed=None)")
 def _shuffle(original, replica, x, axis=0, seed=None):
-    """Shuffle each row as one device does, but not rows among each other.
-
-    Shuffled rows may be indices, whose meaning is unknown.
-    """
+    """Shuffle each row as one device does, but not rows among each other."""
+    # Shuffled rows may be indices, whose meaning is unknown.
     x = ops.convert_to_tensor(x)
     batch_dim = _find_batch_dim(replica, "shuffle", seed, _dims(ops.shape(x)))
     if batch_dim is None:
@@ -340,11 +334,9 @@ def _mix_rows(original, replica, self, data, training=True):
 
 @hook(keras.layers.AugMix, "call", _CALL, when=draws_for_local_rows)
 def _aug_mix(original, replica, self, data, training=True):
-    """Apply the same augmentation chains on all replicas, to the gathered rows.
-
-    Python's `random` selects the chains: each replica starts and ends with the state of
-    one device.
-    """
+    """Apply the same augmentation chains on all replicas, to the gathered rows."""
+    # Python's `random` selects the chains: each replica starts and ends with the state
+    # of one device.
     images = data["images"] if isinstance(data, dict) else data
     if isinstance(replica, DryRun) or not training or len(ops.shape(images)) < 4:
         return original(self, data, training=training)

@@ -155,10 +155,8 @@ def _continues_pass(iterator: Any) -> bool:
 def back_up_fit(
     strategy: Any, model: keras.Model, arguments: dict[str, Any]
 ) -> Iterator[None]:
-    """Context manager for a `fit` with backups that resumes from one if it exists.
-
-    It changes `arguments`, the arguments of `fit` by name, in place.
-    """
+    """Context manager for a `fit` with backups that resumes from one if it exists."""
+    # It changes `arguments`, the arguments of `fit` by name, in place.
     callbacks = given_callbacks(arguments)
     of_keras = keras.callbacks.BackupAndRestore
     if strategy.num_replicas_in_sync > 1:

@@ -95,10 +95,8 @@ def read_variables(
     variables: Mapping[str, Any],
     spill: Callable[[np.ndarray], np.ndarray],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return JSON values and, on the chief, arrays for a file; all workers call it.
-
-    `spill` stores sharded values until they are written.
-    """
+    """Return JSON values and, on the chief, arrays for a file; all workers call it."""
+    # `spill` stores sharded values until they are written.
     ownership.broadcast_pending_values()  # needs all workers
     cluster, group = strategy.extended.cluster, strategy.extended.group
     is_writer = cluster is None or cluster.is_chief
@@ -133,10 +131,8 @@ def assign_variables(
     variables: Mapping[str, Any],
     has_metrics: bool = True,
 ) -> None:
-    """Assign the values that the chief has read; all workers call it.
-
-    If `has_metrics` is False, `variables` lack the metrics that the file may have.
-    """
+    """Assign the values that the chief has read; all workers call it."""
+    # If `has_metrics` is False, `variables` lack the metrics that the file may have.
     _check_same_variables(found, variables, has_metrics)
     extended, replicas = strategy.extended, strategy.num_replicas_in_sync
     shapes = found.facts["shapes"]
@@ -214,12 +210,11 @@ def _numpy(tensor: Any) -> np.ndarray:
 
 
 class Checkpoint:
-    """Checkpoint of a custom training loop, including its random states.
+    """Checkpoint of a custom training loop, including its random states."""
 
-    `things` is a model; or by name: objects with `variables` (models, layers,
-    optimizers, metrics), variables, and data with `state_dict()` and
-    `load_state_dict(state)`.
-    """
+    # `things` is a model; or by name: objects with `variables` (models, layers,
+    # optimizers, metrics), variables, and data with `state_dict()` and
+    # `load_state_dict(state)`.
 
     def __init__(self, things: Any, path: str | os.PathLike):
         things = things if isinstance(things, Mapping) else {"": things}

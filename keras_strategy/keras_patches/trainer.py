@@ -49,11 +49,9 @@ _NO_OP = keras.callbacks.Callback().on_batch_end
     ("logs",),
 )
 def _on_begin(original, self, *args, **kwargs):
-    """Skip the logs of a batch if no callback reads them.
-
-    Keras passes the logs of every batch to a thread that reads them, or waits for them,
-    before it calls the callbacks, most of which only handle epochs.
-    """
+    """Skip the logs of a batch if no callback reads them."""
+    # Keras passes the logs of every batch to a thread that reads them, or waits for
+    # them, before it calls the callbacks, most of which only handle epochs.
     original(self, *args, **kwargs)
     kind = original.__name__.split("_")[1]
     _select_batch_callbacks(self, "train" if kind == "epoch" else kind)
@@ -305,10 +303,8 @@ _SCOPES = ("distribution", "torch_device", "stateless_scope")
 @hook(keras.backend, "clear_session", "(free_memory=True)", when=in_scope)
 @hook(keras.utils, "clear_session", "(free_memory=True)", when=in_scope)
 def _clear_session(original, strategy, free_memory=True):
-    """Keep what open scopes have set.
-
-    Without it, later variables and batches are on other devices than earlier ones.
-    """
+    """Keep what open scopes have set."""
+    # Without it, later variables and batches are on other devices than earlier ones.
     kept = {name: global_state.get_global_attribute(name) for name in _SCOPES}
     original(free_memory)
     for name, value in kept.items():

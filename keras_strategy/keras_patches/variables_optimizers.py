@@ -69,11 +69,9 @@ def _assign(original, replica, self, value):
 
 @hook(keras.Variable, ("assign_add", "assign_sub"), "(self, value)", when=before_apply)
 def _assign_add(original, replica, self, value):
-    """Aggregate the increments of the replicas.
-
-    Keras assigns `self + value`; the sum of that over replicas would count the variable
-    once per replica.
-    """
+    """Aggregate the increments of the replicas."""
+    # Keras assigns `self + value`; the sum of that over replicas would count the
+    # variable once per replica.
     if not variable_sync.aggregates_assign_add(self):
         return original(self, value)
     increment = variable_sync.aggregate(replica, self, as_stored(self, value))
@@ -113,12 +111,10 @@ def as_stored(variable: Any, value: Any) -> Any:
 
 
 def initialize(variable: Any, value: Any) -> None:
-    """Replace the stored value of a variable by a value or the result of a function.
-
-    The variable keeps its shape, which may differ from a stored shard's. Keras 3.16
-    mixes them up: on torch the stored value sets the shape, and on TensorFlow a
-    variable with a shape refuses values of another.
-    """
+    """Replace the stored value of a variable by a value or the result of a function."""
+    # The variable keeps its shape, which may differ from a stored shard's. Keras 3.16
+    # mixes them up: on torch the stored value sets the shape, and on TensorFlow a
+    # variable with a shape refuses values of another.
     shape, variable._shape = variable._shape, None
     try:
         variable._initialize(value)
@@ -241,12 +237,11 @@ def _apply_pairs_of_sums(original: Callable) -> Callable:
 
 
 class _Apply(SubclassPatch):
-    """Sum the gradients over the replicas once, before an optimizer uses them.
+    """Sum the gradients over the replicas once, before an optimizer uses them."""
 
-    Keras's code and the user's then clip, accumulate, scale and apply equal inputs on
-    every replica. The outermost call sums: an `apply` of the user's calls Keras's, and
-    LossScaleOptimizer calls another optimizer.
-    """
+    # Keras's code and the user's then clip, accumulate, scale and apply equal inputs on
+    # every replica. The outermost call sums: an `apply` of the user's calls Keras's,
+    # and LossScaleOptimizer calls another optimizer.
 
     owner = keras.optimizers.Optimizer
     wrappers = {"apply": _apply_sums, "apply_gradients": _apply_pairs_of_sums}

@@ -75,10 +75,8 @@ class Launcher:
     grace_seconds: float = 30.0
 
     def run(self) -> int:
-        """Run the command to its end in the main thread; return its exit code.
-
-        That is 0, or the code of the worker that failed first; 130 after SIGINT.
-        """
+        """Run the command to its end in the main thread; return its exit code."""
+        # That is 0, or the code of the worker that failed first; 130 after SIGINT.
         with record_signals() as signals:
             restarts = failures = 0
             while True:

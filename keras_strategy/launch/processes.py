@@ -35,10 +35,8 @@ class Process(abc.ABC):
         """Return the exit status once the process has ended and its group is killed."""
 
     def poll(self) -> int | None:
-        """Return the exit status, or minus the signal; None while the process runs.
-
-        Processes that it has left in its group are killed.
-        """
+        """Return the exit status, or minus the signal; None while the process runs."""
+        # Processes that it has left in its group are killed.
         if self._status is None:
             self._status = self._ended()
             if self._status is not None:

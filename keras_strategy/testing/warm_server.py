@@ -64,11 +64,9 @@ def load(names: list[str]) -> None:
 
 
 def _uncleared_modules() -> dict[str, types.ModuleType]:
-    """Return a dict of modules that programs do not clear when they end.
-
-    Python empties each module then, which would copy these pages as well. The modules
-    that a program itself imports end as usual.
-    """
+    """Return a dict of modules that programs do not clear when they end."""
+    # Python empties each module then, which would copy these pages as well. The modules
+    # that a program itself imports end as usual.
     modules: dict[str, types.ModuleType] = {}
     # An extra reference keeps the dict alive until the process has ended.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
@@ -158,10 +156,8 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def prepare(program: dict) -> tuple[types.CodeType, dict]:
-    """Make this process look as if Python had been started with a script.
-
-    Return the code of the script, and the namespace of its `__main__`.
-    """
+    """Make this process look as if Python had been started with a script."""
+    # Return the code of the script, and the namespace of its `__main__`.
     script = program["script"]
     os.chdir(program["folder"])
     os.environ.clear()

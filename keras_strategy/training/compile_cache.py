@@ -63,11 +63,10 @@ class IdentityKey:
 
 
 class FunctionFingerprint:
-    """Fingerprint of what a function reads now; it does not keep the function alive.
+    """Fingerprint of what a function reads now; it does not keep the function alive."""
 
-    `key` is equal for functions of equal code that read equal values; mutable objects
-    are equal only if identical.
-    """
+    # `key` is equal for functions of equal code that read equal values; mutable objects
+    # are equal only if identical.
 
     def __init__(self, fn: Any, place: Any):
         # A hash and a description of each value, by name.
@@ -204,10 +203,8 @@ def _is_immutable(kind: Any, value: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _paths_in(code: types.CodeType) -> tuple[dict[str, dict], dict[str, dict]]:
-    """Return trees of the globals, and of the closure variables, that code reads.
-
-    Below a name are the attributes that are read from it, and None for other uses.
-    """
+    """Return trees of the globals, and of the closure variables, that code reads."""
+    # Below a name are the attributes that are read from it, and None for other uses.
     paths: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     codes = [code]
     for part in codes:

@@ -108,11 +108,9 @@ def may_be_same(first: Shape, other: Shape) -> bool:
 def moments(
     replica: Replica, replicas: int, x: Any, axes: Sequence[int], mask: Any = None
 ) -> tuple[Any, Any]:
-    """Return mean and variance over `axes` and replicas, differentiably.
-
-    `axes` are all dimensions but one. `mask` marks valid entries, without the last
-    dimension; like Keras, an epsilon is added to their number.
-    """
+    """Return mean and variance over `axes` and replicas, differentiably."""
+    # `axes` are all dimensions but one. `mask` marks valid entries, without the last
+    # dimension; like Keras, an epsilon is added to their number.
     # One collective: each replica contributes its number of entries, their sum, and
     # their squared distances to the local mean. A plain difference of squares would
     # lose the digits of values that vary little around a large mean. The gradient takes
@@ -164,11 +162,9 @@ def moments(
 def compute_and_comm_fractions(
     spans: Iterable[tuple[float, float, bool]],
 ) -> tuple[float, float] | None:
-    """Return the fractions of time in compute and in collectives; the rest is idle.
-
-    `spans` has (begin, end, is_collective) of each operation in a trace. A collective
-    that overlaps with compute counts as compute, as nothing waits for it.
-    """
+    """Return the fractions of time in compute and in collectives; the rest is idle."""
+    # `spans` has (begin, end, is_collective) of each operation in a trace. A collective
+    # that overlaps with compute counts as compute, as nothing waits for it.
     marks: list[tuple[float, int, bool]] = []
     for begin, end, is_collective in spans:
         marks += [(begin, 1, is_collective), (end, -1, is_collective)]

@@ -38,12 +38,10 @@ LocalBoundsFn = Callable[[int], Bounds]
 def split_rows(
     rows: Any, replicas: int, minimum: Callable[[Any, Any], Any] = min
 ) -> list[tuple[Any, Any]]:
-    """Return (begin, end) of each replica's rows of a global batch.
-
-    As in tf.distribute, every replica gets a block of ceil(rows / replicas) rows; the
-    last ones may get fewer, or none. A trace that does not know `rows` passes its own
-    `minimum` of two numbers.
-    """
+    """Return (begin, end) of each replica's rows of a global batch."""
+    # As in tf.distribute, every replica gets a block of ceil(rows / replicas) rows; the
+    # last ones may get fewer, or none. A trace that does not know `rows` passes its own
+    # `minimum` of two numbers.
     block = -(-rows // replicas)
     ends = [minimum(replica * block, rows) for replica in range(replicas + 1)]
     return list(itertools.pairwise(ends))
@@ -111,10 +109,8 @@ def reduce_values(
 
 
 def mask_weights(replica: Replica, mask: Any, dtype: Any, reduction: str | None) -> Any:
-    """Return the factor of each entry's weight that a mask implies.
-
-    Where Keras weights valid entries by total / valid, both counts span all replicas.
-    """
+    """Return the factor of each entry's weight that a mask implies."""
+    # Where Keras weights valid entries by total / valid, both counts span all replicas.
     valid = ops.cast(mask, dtype)
     if reduction not in ("mean", "sum_over_batch_size"):
         return valid
@@ -152,11 +148,9 @@ def _count(values: Any, dtype: Any) -> Any:
 
 
 def _global_denominator(replica: Replica, denominator: Any) -> Any:
-    """Return the denominator of all replicas, times this replica's weight.
-
-    (local sum) / (weight * global denominator), weighted by the optimizer, is the
-    local summand of the global quotient.
-    """
+    """Return the denominator of all replicas, times this replica's weight."""
+    # (local sum) / (weight * global denominator), weighted by the optimizer, is the
+    # local summand of the global quotient.
     weight = replica.step.row_weight
     denominator = where_has_rows(weight, denominator, ops.zeros_like(denominator))
     total = replica.all_reduce(ReduceOp.SUM, denominator)

@@ -286,10 +286,8 @@ class VariableLayouts:
             )
 
     def partitions_of(self, variable: Any) -> tuple[int, ...] | None:
-        """Return the number of parts per dimension, or None if it is not split.
-
-        A trainable variable must fit; another one that does not fit is not split.
-        """
+        """Return the number of parts per dimension, or None if it is not split."""
+        # A trainable variable must fit; another one that does not fit is not split.
         path = variable.path
         if path in self.parts:
             keys = [path]

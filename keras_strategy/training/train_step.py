@@ -31,10 +31,8 @@ def has_batch_rows(value: Any) -> bool:
 
 
 def find_batch_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> BatchRows | None:
-    """Return the rows of the one distributed dataset element in the arguments.
-
-    None if there is none, or several (ambiguous), or if replicas draw independently.
-    """
+    """Return the rows of the one distributed dataset element in the arguments."""
+    # None if there is none, or several (ambiguous), or if replicas draw independently.
     if not settings.exact:
         return None
     found = None
@@ -58,11 +56,9 @@ def traced_step_state(
     leaves: Sequence[Any],
     places: Sequence[int],
 ) -> StepState:
-    """Return the step state of a replica whose function is traced.
-
-    `call` calls the function with replacements of `leaves`, its arguments; `places` are
-    the indices of those with batch rows.
-    """
+    """Return the step state of a replica whose function is traced."""
+    # `call` calls the function with replacements of `leaves`, its arguments; `places`
+    # are the indices of those with batch rows.
 
     def dry_run(num_rows: int) -> DryRun:
         def with_batch(*batch):
@@ -177,11 +173,9 @@ def make_weighted_step(
     require: Callable[[Any, str], None],
     rows_to_predict: Callable[[Any], Any] | None = None,
 ) -> Callable[[Any, Any, RowRange | None], Any]:
-    """Return a model's step as `fn(data, weight, rows)` for a replica.
-
-    `require` is that of `sync_state`. For `predict`, `rows_to_predict` returns the
-    number of rows of a tensor.
-    """
+    """Return a model's step as `fn(data, weight, rows)` for a replica."""
+    # `require` is that of `sync_state`. For `predict`, `rows_to_predict` returns the
+    # number of rows of a tensor.
     draws = BatchDimCache()
 
     def dry_run(data, num_rows):
@@ -288,10 +282,8 @@ def report_differing_rows(batches: Sequence[Any]) -> Iterator[None]:
 
 
 def average_logs(logs: Any, weights: Sequence[Any], sum_all: Any = None) -> Any:
-    """Return the mean of the replicas' logs, weighted by rows.
-
-    `sum_all` sums a list of tensors over the workers, if there are several.
-    """
+    """Return the mean of the replicas' logs, weighted by rows."""
+    # `sum_all` sums a list of tensors over the workers, if there are several.
 
     def weighted_mean(*values):
         parts = []

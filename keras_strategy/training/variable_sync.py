@@ -179,10 +179,9 @@ def sync_state(
     layers: Callable[[], Iterable[Any]],
     require: Callable[[Any, str], None],
 ) -> None:
-    """Merge the state that a step assigned, at its end, in one flat reduction.
-
-    `require` raises an error with a message unless a condition holds when it executes.
-    """
+    """Merge the state that a step assigned, at its end, in one flat reduction."""
+    # `require` raises an error with a message unless a condition holds when it
+    # executes.
     assigned = list(replica.step.assigned.values())
     if not assigned:
         return
@@ -264,11 +263,9 @@ def aggregate_central_assignment(replica: Replica, variable: Any, value: Any) ->
 
 
 def merged_values(replica: Replica, variables: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Return pairs of on-read variables and their values over all replicas.
-
-    One reduction covers them and all others that the step has assigned so far, since
-    the results of other metrics are likely to be read next.
-    """
+    """Return pairs of on-read variables and their values over all replicas."""
+    # One reduction covers them and all others that the step has assigned so far, since
+    # the results of other metrics are likely to be read next.
     step = replica.step
     requested = {id(v): v for v in variables if is_sync_on_read(v)}
     merged = step.on_read_merged

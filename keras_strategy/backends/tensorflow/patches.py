@@ -377,10 +377,8 @@ def _cond(original, replica, pred, *args, **kwargs):
 
 @hook(ops._DefaultGraphStack, "reset", "(self)", when=in_distributed_scope)
 def _reset_default_graph(original, strategy, self):
-    """Keep the default graph, which `clear_session` replaces.
-
-    Native tf.distribute lists the open scopes there, and nothing else is in it.
-    """
+    """Keep the default graph, which `clear_session` replaces."""
+    # Native tf.distribute lists the open scopes there, and nothing else is in it.
 
 
 # --- random numbers

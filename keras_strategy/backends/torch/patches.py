@@ -400,12 +400,10 @@ if hasattr(keras.Model, "_initialize_ddp"):
 
     @model_hook("_initialize_ddp", "(self)", when=model_strategy)
     def _initialize_ddp(original, strategy, self):
-        """Do nothing: the model's strategy distributes it.
-
-        Keras 3.16 wraps every model in DistributedDataParallel if torch.distributed is
-        initialised. It would broadcast the weights and sum the gradients a second time,
-        from every replica's thread.
-        """
+        """Do nothing: the model's strategy distributes it."""
+        # Keras 3.16 wraps every model in DistributedDataParallel if torch.distributed
+        # is initialised. It would broadcast the weights and sum the gradients a second
+        # time, from every replica's thread.
 
 
 @model_hook("get_metrics_result", "(self)", when=model_strategy)
