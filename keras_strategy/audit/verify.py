@@ -288,6 +288,12 @@ def take_first_rows(batch: Any, strategy: Any) -> tuple[Any, Any] | None:
     )
 
     def gather(x):
+        if keras.backend.standardize_dtype(x.dtype) == "string":
+            # Any bytes, which JSON sends as text and collectives not at all.
+            texts = [text.decode("latin-1") for text in np.ravel(x.numpy())]
+            gathered = cluster.exchange("audit: text", texts)
+            joined = [text.encode("latin-1") for part in gathered for text in part]
+            return keras.ops.reshape(joined, (-1, *x.shape[1:]))
         parts = [x[i * each : (i + 1) * each] for i in range(len(local))]
         return strategy.gather(PerReplica(parts), axis=0)
 

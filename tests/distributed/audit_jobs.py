@@ -56,3 +56,18 @@ def fit(alone=False, mode="warn"):
         logging.getLogger("keras_strategy").removeHandler(messages)
     result["messages"] = [m for m in messages.found if "one device's" in m]
     return result
+
+
+def fit_text(alone=False):
+    """Fit a model with a custom layer on strings; return its weights."""
+    keras.utils.set_random_seed(1)
+    strategy = None if alone else ks.MultiWorkerMirroredStrategy()
+    with keras.name_scope("model") if alone else strategy.scope():
+        lookup = keras.layers.StringLookup(vocabulary=["red", "green", "blue"])
+        layers = [lookup, keras.layers.Embedding(4, 2), Halving()]
+        inputs = keras.Input((1,), dtype="string")
+        model = keras.Sequential([inputs, *layers, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    words = keras.ops.convert_to_tensor([["red"], ["green"], ["blue"]] * 5)
+    model.fit(words, np.ones((15, 1, 1)), batch_size=6, verbose=0)
+    return model.get_weights()

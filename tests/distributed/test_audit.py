@@ -25,3 +25,13 @@ def test_finding_is_reported_once_by_the_chief(count, devices, starter):
         for mine, one in zip(result["Halving"], alone["Halving"], strict=True):
             np.testing.assert_allclose(mine, one, rtol=1e-5, atol=1e-6)
     assert all("(Centering)" in result["Centering error"] for result in raised)
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="only TensorFlow has strings"
+)
+def test_step_with_strings_is_audited(two_workers):
+    alone = audit_jobs.fit_text(alone=True)
+    for weights in two_workers.run(audit_jobs.fit_text):
+        for mine, one in zip(weights, alone, strict=True):
+            np.testing.assert_allclose(mine, one, rtol=1e-5, atol=1e-6)
