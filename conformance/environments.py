@@ -5,13 +5,8 @@ system's processes. Everything else, such as torch, is the interpreter's.
 """
 
 import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build"
+from tools.package_folders import BUILD, ROOT, install
 
 REQUIREMENTS = {
     "nightly": ["--pre", "keras-nightly"],
@@ -20,26 +15,12 @@ REQUIREMENTS = {
 }
 
 
-def install(name: str) -> Path:
-    """Install an environment, unless it exists, and return its folder."""
-    folder = BUILD / f"conformance-{name}"
-    if not folder.exists():
-        print(f"Installing {folder.relative_to(ROOT)}", flush=True)
-        BUILD.mkdir(exist_ok=True)
-        # Only a complete installation gets the name that the next run looks for.
-        with tempfile.TemporaryDirectory(dir=BUILD) as unfinished:
-            target = Path(unfinished) / "packages"
-            pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps"]
-            subprocess.run(
-                [*pip, f"--target={target}", *REQUIREMENTS[name]], check=True
-            )
-            target.rename(folder)
-    return folder
-
-
 def variables(backend: str, environment: str) -> dict[str, str]:
     """Return the environment variables of a system's processes."""
-    folders = [str(install(environment))] if environment else []
+    folders = []
+    if environment:
+        packages = install(f"conformance-{environment}", REQUIREMENTS[environment])
+        folders.append(str(packages))
     return {
         **os.environ,
         "KERAS_BACKEND": backend,

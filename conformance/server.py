@@ -14,7 +14,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ import numpy as np
 from conformance.program import Program, select
 from conformance.systems import ALL, System
 from conformance.systems.training import NotApplicable, Outcome
+from keras_strategy.launch.local_cluster import free_ports
 
 # The largest differences of rounding, in weights and in logs.
 WEIGHTS, LOGS = 2e-5, 1e-5
@@ -90,9 +90,7 @@ def run_forked(
         CellError: If a process failed, crashed, or took too long.
         NotApplicable: If the system is not made for the program.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         children: dict[int, int] = {}

@@ -12,15 +12,14 @@ Arguments without a dash replace the selection. The environment variables KERAS_
 
 import importlib.metadata
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import package_folders
 import run_tests
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build"
 EXPECTED = "KERAS_VERSIONS_FOLDER"
 
 # What pip is asked for. "==3.12.*" is the newest patch release.
@@ -139,20 +138,8 @@ def version_in(folder: Path) -> str:
 
 
 def install(name: str) -> Path:
-    """Installs a version of Keras, if it is not there, and returns its folder."""
-    folder = BUILD / f"keras-{name}"
-    if not folder.exists():
-        print(f"Installing Keras {name} into {folder.relative_to(ROOT)}", flush=True)
-        BUILD.mkdir(exist_ok=True)
-        # Only a whole installation gets the name that the next run looks for.
-        with tempfile.TemporaryDirectory(dir=BUILD) as unfinished:
-            target = Path(unfinished) / "keras"
-            pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps"]
-            subprocess.run(
-                [*pip, f"--target={target}", *REQUIREMENTS[name]], check=True
-            )
-            target.rename(folder)
-    return folder
+    """Install a version of Keras, if it is not there, and return its folder."""
+    return package_folders.install(f"keras-{name}", REQUIREMENTS[name])
 
 
 def main(arguments: list[str]) -> int:

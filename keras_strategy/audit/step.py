@@ -170,14 +170,16 @@ class StepAudit:
         for number, value in enumerate(report.values):
             noise = largest.get((value.kind, value.name), 0.0)
             least = max(comparison.TOLERANCES[value.kind], value.difference / 10)
-            if value.differs and (noise > least or self._jumps(value, report)):
+            if value.differs and (
+                noise > least or self._has_equal_variables(value, report)
+            ):
                 tolerance = max(10 * noise, value.difference)
                 report.values[number] = dataclasses.replace(value, tolerance=tolerance)
 
-    def _jumps(self, value: ComparedValue, report: AuditReport) -> bool:
+    def _has_equal_variables(self, value: ComparedValue, report: AuditReport) -> bool:
         """Return True for the result of a Keras metric whose variables are equal."""
-        # Rounding decides about thresholds, such as those of
-        # `SensitivityAtSpecificity`.
+        # The result can differ by rounding, which decides about thresholds, such as
+        # those of `SensitivityAtSpecificity`.
         if value.kind != "log":
             return False
         metric = comparison.find_metric(self._snapshot.objects, value.name)

@@ -8,6 +8,9 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
+from keras_strategy.audit.comparison import find_metric
+from keras_strategy.audit.report import ComparedValue
+from keras_strategy.audit.step import StepAudit
 from tests.equality import models
 
 BACKEND = keras.backend.backend()
@@ -71,6 +74,30 @@ def test_metric_with_thresholds_is_no_finding(two):
         x, _ = numbers.randn(7, 1).astype("float32"), numbers.rand()
         weights = np.array([1, 2, 3, 3, 2, 1, 7], "float32") / 10
         assert not ks.verify(model, x, y, weights[numbers.permutation(7)]).differs
+
+
+@pytest.mark.parametrize(
+    "noise, differs", [(5e-4, True), (1.5e-3, True), (5e-3, False)]
+)
+def test_rounding_of_half_precision(noise, differs, two, monkeypatch):
+    # The comparisons: of replicas and device, of two runs, and of changed weights.
+    found = iter([2e-2, 0.0, noise, noise, noise])
+    monkeypatch.setattr(
+        StepAudit,
+        "_compare",
+        lambda *_: [ComparedValue("gradient", "kernel", next(found), 1e-2)],
+    )
+    with two.scope():
+        model = compiled()
+    assert ks.verify(model, X, Y).differs == differs
+
+
+def test_metric_of_a_log_is_found():
+    metrics = [keras.metrics.Mean(name=name) for name in ("error", "my_error", "loss")]
+    for log, name in ("my_error", "my_error"), ("out_error", "error"), ("loss", "loss"):
+        assert find_metric(metrics, log).name == name
+    assert find_metric(metrics, metrics[1].variables[0].path) is metrics[1]
+    assert find_metric(metrics, "other") is None
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has strings")

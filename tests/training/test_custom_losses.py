@@ -109,7 +109,7 @@ def test_activity_regularizers_equal_one_device(mirrored, caplog):
     assert BACKEND == "jax" or not logged(caplog)
 
 
-class AddedLoss(layers.Layer):
+class LossByBatchSize(layers.Layer):
     """Adds the first constant to the loss of a full batch, else the second."""
 
     def __init__(self, full, partial):
@@ -126,7 +126,7 @@ def layers_with_reused_losses():
     """Return two layers of which each adds what the other added to another batch."""
     # As when memory is reused: a new loss has the id of another layer's old one.
     constants = ops.convert_to_tensor(1.0), ops.convert_to_tensor(2.0)
-    return AddedLoss(*constants), AddedLoss(*reversed(constants))
+    return LossByBatchSize(*constants), LossByBatchSize(*reversed(constants))
 
 
 def test_added_losses_count_when_a_step_is_traced_again(mirrored):
