@@ -246,8 +246,7 @@ def _find_named_objects(fn: Callable[..., Any]) -> list[Any]:
 
 
 def audit_step(model: Any, kind: str, strategy: Any, batch: Any) -> AuditReport | None:
-    """Audit a step of a built model on the first rows of a batch."""
-    # Return None if a replica would have no row.
+    """Audit a step on the first rows of a batch; return None if a replica has none."""
     few = take_first_rows(batch, strategy)
     if few is None:
         return None
@@ -266,8 +265,8 @@ def audit_step(model: Any, kind: str, strategy: Any, batch: Any) -> AuditReport 
 
 
 def take_first_rows(batch: Any, strategy: Any) -> tuple[Any, Any] | None:
-    """Return the first rows for the local replicas, and those of all replicas."""
-    # Uneven if possible. None if some worker has fewer rows than replicas.
+    """Return the first rows of the local and of all replicas; None if one has none."""
+    # Uneven if possible.
     replicas, cluster = strategy.num_replicas_in_sync, strategy.extended.cluster
     first_rows = get_engine().audit.first_rows
     if cluster is None:

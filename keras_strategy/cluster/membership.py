@@ -61,8 +61,8 @@ class Cluster:
         self, operation: str, items: Sequence[Any], extra: Any = None
     ) -> tuple[list[Any], tuple[int, list[Any]] | None]:
         """Find the first item of a list that is not the same on all workers."""
-        # Return the workers' `extra` values, and the index with the workers' items
-        # there (None where a list is shorter), or None if all are the same.
+        # The result has the workers' `extra` values; and the index with the workers'
+        # items there (None where a list is shorter), or None if all are the same.
         # However long the list is, the messages are short: a digest of it, and where
         # those differ the digests of its parts, until one item is left.
         replies = self.exchange(operation, [json_digest(items), len(items), extra])

@@ -47,8 +47,7 @@ class WorkerCollectives(abc.ABC):
     @abc.abstractmethod
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
         """Concatenate the workers' tensors in rank order."""
-        # Also return each worker's size along `axis`. Raise ValueError if others
-        # differ.
+        # The result also has their sizes along `axis`. ValueError if others differ.
 
     @abc.abstractmethod
     def broadcast(self, name: str, tensors: Sequence[Any]) -> list[Any]:

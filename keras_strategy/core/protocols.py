@@ -237,8 +237,8 @@ class AuditAdapter(Protocol):
         self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
     ) -> tuple[Any, list[Any] | None]:
         """Call `fn` as on one device, without a strategy."""
-        # Return its result, and arrays of the variables afterwards if these themselves
-        # do not have the values.
+        # The result also has arrays of the variables afterwards, if these themselves do
+        # not have the values.
 
     def step_functions(
         self, model: Any, kind: str, strategy: Any
@@ -294,7 +294,7 @@ class Engine(Protocol):
         # `name` is a function of `keras.random` and `given` its arguments, with the
         # global shape; for "dropout" the shape of the mask, the rate and the input's
         # dtype, and the slice is the mask of kept elements. It starts at row `begin`.
-        # Return None where the global tensor must be drawn.
+        # The result is None where the global tensor must be drawn.
 
     def dry_run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int
@@ -348,7 +348,7 @@ class Engine(Protocol):
         """Return a `DistributedDataset` of this backend's own input pipeline."""
         # `datasets` is one dataset, or one for each replica. With `split` its elements
         # are global batches to split by rows; without, the replicas take elements in
-        # turn. Return None if a dataset is not of this backend.
+        # turn. The result is None if a dataset is not of this backend.
 
     def checkpoints(self, thing: Any, folder: Any, cluster: "Cluster | None") -> Any:
         """Return a handler of this backend's checkpoints, as `Checkpoint`, or None."""

@@ -400,8 +400,8 @@ def _rows_of_parts(
     parts: Sequence[Sequence[Sequence[int] | None]], first: int = 0
 ) -> BatchRows | None:
     """Return the rows of an element from the shapes of each replica's arrays."""
-    # `first` is the index of this worker's first replica. Returns None if the arrays of
-    # a part differ in their number of rows, or have none.
+    # `first` is the index of this worker's first replica. The result is None if the
+    # arrays of a part differ in their number of rows, or have none.
     counts, result = [], BatchRows()
     for shapes in parts:
         rows = {shape[0] if shape else None for shape in shapes if shape is not None}

@@ -157,7 +157,7 @@ def _signal_group(pid: int, number: int) -> None:
 
 def prepare(program: dict) -> tuple[types.CodeType, dict]:
     """Make this process look as if Python had been started with a script."""
-    # Return the code of the script, and the namespace of its `__main__`.
+    # The result is the code of the script, and the namespace of its `__main__`.
     script = program["script"]
     os.chdir(program["folder"])
     os.environ.clear()
