@@ -28,7 +28,7 @@ help:
 	@echo "make peer      Keras's own trainer tests inside a scope, on every backend"
 	@echo "make ports     programs that others wrote; writes docs/ports.md"
 	@echo "make faults    100 faults in workers, at random; writes docs/faults.md"
-	@echo "make compat    the fit tests on other versions of Keras, on every backend"
+	@echo "make compat    the test suite on other versions of Keras"
 	@echo "make bench     how fast it is beside its peers, on every backend"
 	@echo "make gpu       all that a machine with GPUs can show; GPU_PYTHON has the engines"
 	@echo "make lint      ruff, pyright, the import rules, and names in the docs"
@@ -75,8 +75,7 @@ ports: $(STAMP)
 faults: $(STAMP)
 	@$(VENV)/bin/python tools/faults.py $(ARGS)
 
-# A selection of the tests, and minutes for each version. KERAS_VERSIONS="3.12 nightly"
-# picks some.
+# Some 15 minutes for each version. KERAS_VERSIONS="3.13 nightly" picks some.
 compat: $(STAMP)
 	@$(VENV)/bin/python tools/keras_versions.py $(ARGS)
 

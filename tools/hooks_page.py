@@ -41,7 +41,10 @@ its patch was written. If this Keras changed one of them, no patch is installed 
 `KerasVersionError` names the function, see [Versions of Keras](keras_versions.md).
 
 `make hooks` writes this page from the code, with Keras {version}, after it has checked
-that all patches also fit {others}.
+that all patches fit each of these versions, of which some need fewer:
+
+{versions}
+
 `make drop-hooks` leaves out each patch in turn and runs the test that needs it; it
 reports the tests that pass nevertheless.
 """
@@ -57,6 +60,7 @@ def rows() -> list[dict[str, Any]]:
             "target": patch.target,
             "reason": reason_of(patch),
             "condition": describe_condition(patch.condition),
+            "used": patch.needed is None or patch.needed(),
         }
         for patch in all_patches()
     ]
@@ -149,16 +153,20 @@ def main() -> None:
     import keras
     import keras_versions  # in the same folder
 
-    others = []
+    versions = [
+        "| Keras | patches | " + " | ".join(BACKENDS.values()) + " |",
+        "| --- | --- |" + " --- |" * len(BACKENDS),
+    ]
     for name in keras_versions.REQUIREMENTS:
         folder = keras_versions.install(name)
         version = keras_versions.version_in(folder)
-        if version == keras.__version__:
-            continue
         print(f"Keras {version}", flush=True)
-        for backend in BACKENDS:
-            checked_rows(backend, folder)
-        others.append(version)
+        used = [
+            {(row["module"], row["target"]) for row in listed if row["used"]}
+            for listed in (checked_rows(backend, folder) for backend in BACKENDS)
+        ]
+        counts = [len(set().union(*used)), *map(len, used)]
+        versions.append(f"| {version} | " + " | ".join(map(str, counts)) + " |")
     found: dict[str, str] = {}
     count = set()
     for backend in BACKENDS:
@@ -170,7 +178,7 @@ def main() -> None:
     head = HEAD.format(
         count=len(count),
         version=keras.__version__,
-        others=", ".join(others[:-1]) + f" and {others[-1]}",
+        versions="\n".join(versions),
     )
     PAGE.write_text("\n".join([head, *(found[title] for title in ordered)]))
 

@@ -150,22 +150,35 @@ def list_runs(selected: bool) -> list[tuple[str, str]]:
     return [(backend, part) for backend, part in PARTS if backend in BACKENDS]
 
 
-def run_part(backend: str, part: str, arguments: list[str], folder: Path) -> Result:
+def run_part(
+    backend: str,
+    part: str,
+    arguments: list[str],
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+) -> Result:
     """Run one part, and print pytest's output when it has ended."""
     name = f"{backend} {part}".strip()
     # One call of print for all of it: other threads print at the same time.
     print(f"{time.strftime('%H:%M:%S')} {name} starts\n", end="", flush=True)
     report, output = folder / f"{name}.xml", folder / f"{name}.txt"
     selection = ["--part", part] if part else []
-    result = run(backend, [*selection, *arguments], report, output=output)
+    result = run(backend, [*selection, *arguments], report, variables, output)
     text = output.read_text(errors="replace")
     end = f"{time.strftime('%H:%M:%S')} {result}\n"
     print(f"\n=== {name} ===\n{text}{end}", end="", flush=True)
     return result
 
 
-def main(arguments: list[str]) -> int:
-    """Run all backends, and print a line for each and the sum."""
+def run_all(
+    arguments: list[str], variables: Mapping[str, str] | None = None
+) -> dict[str, Result]:
+    """Run all backends, print a line for each and the sum, and return the results.
+
+    Args:
+        arguments: `--full`, and arguments of pytest.
+        variables: Further environment variables.
+    """
     start = time.monotonic()
     full = "--full" in arguments
     arguments = [argument for argument in arguments if argument != "--full"]
@@ -175,15 +188,15 @@ def main(arguments: list[str]) -> int:
     # Each holds a backend, and often several workers with one.
     at_once = max(4, (os.cpu_count() or 1) // 2)
     pool = concurrent.futures.ThreadPoolExecutor(at_once)
+    sums = {backend: Result(backend) for backend in BACKENDS}
     with tempfile.TemporaryDirectory() as folder, pool:
         futures = [
-            pool.submit(run_part, *each, arguments, Path(folder))
+            pool.submit(run_part, *each, arguments, Path(folder), variables)
             for each in list_runs(selected)
         ]
-        results = [future.result() for future in futures]
-    sums = {backend: Result(backend) for backend in BACKENDS}
-    for result in results:
-        sums[result.backend].add(result)
+        for future in futures:
+            result = future.result()
+            sums[result.backend].add(result)
     for backend, result in sums.items():
         print(f"\n=== the slowest of {backend}: tests, and files ===")
         for seconds, name in sorted(result.durations, reverse=True)[:SLOWEST]:
@@ -193,12 +206,19 @@ def main(arguments: list[str]) -> int:
     print(f"\n=== all backends, in {time.monotonic() - start:.0f} s ===")
     for result in sums.values():
         print(result)
-    passed = sum(result.passed for result in results)
-    failed = sum(result.failed for result in results)
-    skipped = sum(result.skipped for result in results)
+    passed = sum(result.passed for result in sums.values())
+    failed = sum(result.failed for result in sums.values())
+    skipped = sum(result.skipped for result in sums.values())
     print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
-    return 0 if passed and not failed else 1
+    return sums
+
+
+def is_green(results: Mapping[str, Result]) -> bool:
+    """Return whether tests passed and none failed."""
+    return any(result.passed for result in results.values()) and not any(
+        result.failed for result in results.values()
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(0 if is_green(run_all(sys.argv[1:])) else 1)

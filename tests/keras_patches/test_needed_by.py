@@ -1,10 +1,6 @@
-"""The table of the tests that need each hook names all hooks, and tests that exist.
-
-So does the selection of tests for other versions of Keras.
-"""
+"""The table of the tests that need each patch lists every patch, and existing tests."""
 
 import contextlib
-import importlib
 import io
 import pathlib
 
@@ -17,26 +13,25 @@ from tests.keras_patches.needed_by import NEEDED_BY, UNSHOWN
 
 
 def test_every_patch_names_a_test():
-    # Other versions of Keras need others, too.
+    # Other versions of Keras need other patches, too.
     if not keras.__version__.startswith("3.15."):
         pytest.skip("the table is of Keras 3.15")
     ours = {
-        name_of(hook) for hook in all_patches() if hook.needed is None or hook.needed()
+        name_of(patch)
+        for patch in all_patches()
+        if patch.needed is None or patch.needed()
     }
     assert ours <= set(NEEDED_BY)
     assert set(UNSHOWN) <= set(NEEDED_BY)
     backend = keras.backend.backend()
     here = {name for name, (where, _) in NEEDED_BY.items() if where == backend}
-    assert here <= ours, "they are gone, or not needed here"
+    assert here <= ours, "not a patch of this backend, or not needed here"
 
 
 def test_named_tests_exist(monkeypatch):
     root = pathlib.Path(__file__).parents[2]
     backend = keras.backend.backend()
     names = {name for where, name in NEEDED_BY.values() if where == backend}
-    monkeypatch.syspath_prepend(root / "tools")  # where it finds its neighbour
-    versions = importlib.import_module("keras_versions")
-    names |= {*versions.SELECTION, *versions.OF_BACKEND[backend]}
     monkeypatch.chdir(root)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     printed = io.StringIO()

@@ -46,7 +46,9 @@ def equal(strategy, make, x, y, **fit):
     rows = ROWS[strategy.num_replicas_in_sync]
     x, y = x[:rows], y[:rows]
     fit["predicted"] = 8  # one batch: more shapes are more programs
-    assert_equal(alone(make, x, y, **fit), train(strategy, make, x, y, **fit))
+    one, many = alone(make, x, y, **fit), train(strategy, make, x, y, **fit)
+    # A prediction adds up the differences of all weights.
+    assert_equal(one, many, predictions=5e-5)
 
 
 def cnn():

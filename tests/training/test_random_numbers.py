@@ -233,8 +233,11 @@ def test_unknown_batch_dimension_warns(two, caplog):
 
     fitted(two, lambda: compiled(Draws(of_pairs)))
     told = [r for r in caplog.records if "could not be determined" in r.getMessage()]
-    assert len(told) == (BACKEND != "jax")
-    assert all("layer 'draws" in record.getMessage() for record in told)
+    assert bool(told) == (BACKEND != "jax")
+    messages = [record.getMessage() for record in told]
+    # Keras 3.16 traces the layer on TensorFlow with known and with unknown sizes.
+    assert len(set(messages)) == len(messages) <= 2
+    assert all("layer 'draws" in message for message in messages)
 
 
 def test_shuffled_rows_warn(two, caplog):

@@ -1,5 +1,7 @@
 """Patches of Keras's batch iterators on JAX, and batches of local rows."""
 
+import functools
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -8,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 from keras import tree
+from keras.src.trainers.data_adapters import data_adapter_utils
 
 from keras_strategy.backends.jax.distribution import (
     ReplicaDistribution,
@@ -31,15 +34,28 @@ logger = logging.getLogger("keras_strategy")
 class GlobalBatches:
     """Iterator of global batches that are made of each worker's local rows."""
 
-    def __init__(self, batches: Iterable[LocalRows], distribution: ReplicaDistribution):
+    def __init__(
+        self,
+        batches: Iterable[LocalRows],
+        distribution: ReplicaDistribution,
+        steps: int = 1,
+    ):
         self._batches = iter(batches)
-        self._distribution = distribution
+        self._distribution, self._steps = distribution, steps
         self._consumed: list[LocalRows] = []
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        if self._steps == 1:
+            return self._next_batch()
+        batches = _take(iter(self._next_batch, None), self._steps)
+        if not batches:
+            raise StopIteration
+        return batches
+
+    def _next_batch(self) -> Any:
         rows = next(self._batches)
         self._consumed.append(rows)
         if any(isinstance(leaf, JAXSparse) for leaf in tree.flatten(rows.batch)):
@@ -113,56 +129,46 @@ jax_trainer = find_module(
     "JAXEpochIterator _distribute_data", "keras.src.backend.jax.trainer"
 )
 
-if hasattr(jax_trainer.JAXEpochIterator, "_get_distributed_iterator"):
-    # Up to Keras 3.15, where all batches get the layout of the first one.
-    _DATA = "(data, layouts=None)"
+# Since Keras 3.16 an iterator may yield several batches, of which each is one step.
+PartialBatchList: Any = getattr(data_adapter_utils, "PartialBatchList", None)
+_METHOD, _DATA = (
+    ("_get_distributed_iterator(self, distribution)", "(data, layouts=None)")
+    if PartialBatchList is None
+    else ("_get_iterator(self)", "(data, layouts=None, is_super_batch=False)")
+)
 
-    @hook(
-        jax_trainer.JAXEpochIterator,
-        "_get_distributed_iterator",
-        "(self, distribution)",
-        when=current_distribution,
-    )
-    def _get_distributed_iterator(original, ours, self, distribution):
-        """Compute a layout for every batch."""
-        # Keras uses that of the first batch, which a smaller last batch may not fit.
-        if has_local_batches(self):
-            return _global_batches(self, ours)
-        batches = _local_row_batches(self.data_adapter, ours)
-        batches = batches or self.data_adapter.get_jax_iterator()
-        if ours.cluster is not None:
-            batches = synchronize(self, read_ahead(self, batches), ours.cluster)
-        placed = map(ours.place_batch, ours.warn_uneven(batches))
-        prefetched = placed if ours.cluster is not None else read_ahead(self, placed)
-        if prefetched is not placed or jax.default_backend() == "cpu":
-            return prefetched
-        return _prefetch_one(placed)
 
-else:
-    _DATA = "(data, layouts=None, is_super_batch=False)"
+@hook(
+    jax_trainer.JAXEpochIterator,
+    _METHOD.partition("(")[0],
+    _METHOD[_METHOD.index("(") :],
+    when=current_distribution,
+)
+def _get_batches(original, ours, self, *distribution):
+    """Compute a layout for every batch, and let each worker read only its rows."""
+    # Keras up to 3.15 uses the layout of the first batch, which a smaller last batch
+    # may not fit. Keras 3.16 stacks the batches of `steps_per_execution` steps.
+    steps = 1 if PartialBatchList is None else self.steps_per_execution
+    if has_local_batches(self):
+        return _global_batches(self, ours, steps)
+    if ours.cluster is None and steps > 1:
+        return ours.warn_uneven(original(self), steps_in_front=True)
+    batches = _local_row_batches(self.data_adapter, ours)
+    batches = batches or self.data_adapter.get_jax_iterator()
+    if ours.cluster is not None:
+        batches = synchronize(self, read_ahead(self, batches), ours.cluster)
+    placed = map(ours.place_batch, ours.warn_uneven(batches))
+    if steps > 1:
+        return iter(functools.partial(_take, placed, steps), [])
+    prefetched = placed if ours.cluster is not None else read_ahead(self, placed)
+    if prefetched is not placed or jax.default_backend() == "cpu":
+        return prefetched
+    return _prefetch_one(placed)
 
-    @hook(
-        jax_trainer.JAXEpochIterator,
-        "_get_iterator",
-        "(self)",
-        when=current_distribution,
-    )
-    def _get_iterator(original, ours, self):
-        """Warn about batches that cannot be split evenly."""
-        # These Keras versions compute a layout for every batch. They stack the batches
-        # of `steps_per_execution` steps along a new first axis.
-        if has_local_batches(self):
-            if self.steps_per_execution > 1:
-                raise NotImplementedError(
-                    "With this version of Keras, `steps_per_execution` must be 1 if "
-                    "workers read local rows. Received: "
-                    f"steps_per_execution={self.steps_per_execution}"
-                )
-            return _global_batches(self, ours)
-        batches = original(self)
-        if ours.cluster is not None:
-            batches = synchronize(self, batches, ours.cluster)
-        return ours.warn_uneven(batches, self.steps_per_execution > 1)
+
+def _take(batches: Iterator[Any], steps: int) -> list[Any]:
+    """Return the next batches, which Keras uses in one step each."""
+    return PartialBatchList(itertools.islice(batches, steps))
 
 
 def _prefetch_one(batches: Iterator[Any]) -> Iterator[Any]:
@@ -191,7 +197,7 @@ def _local_row_batches(adapter: Any, distribution: Any) -> Any:
     )
 
 
-def _global_batches(iterator: Any, distribution: Any) -> GlobalBatches:
+def _global_batches(iterator: Any, distribution: Any, steps: int) -> GlobalBatches:
     batches = join_batches(
         iterator,
         read_ahead(iterator, iterator.data_adapter.get_jax_iterator()),
@@ -199,7 +205,7 @@ def _global_batches(iterator: Any, distribution: Any) -> GlobalBatches:
         len(distribution.devices),
         same_shapes=True,
     )
-    return GlobalBatches(batches, distribution)
+    return GlobalBatches(batches, distribution, steps)
 
 
 @hook(jax_trainer, "_distribute_data", _DATA, when=current_distribution)

@@ -276,13 +276,16 @@ def map_flattened(
 
 
 _connected: TorchWorkers | None = None
+# Whether `connect` initialized torch.distributed, rather than the program.
+_initialized_here = False
 
 
 def connect(cluster: Cluster) -> TorchWorkers:
-    global _connected
+    global _connected, _initialized_here
     if _connected is None:
         if not dist.is_initialized():
             _initialize(cluster)
+            _initialized_here = True
         if (dist.get_rank(), dist.get_world_size()) != (cluster.rank, cluster.size):
             raise RuntimeError(
                 "torch.distributed was initialized for another cluster: it has rank "
@@ -292,6 +295,11 @@ def connect(cluster: Cluster) -> TorchWorkers:
             )
         _connected = TorchWorkers(cluster)
     return _connected
+
+
+def initialized_workers() -> TorchWorkers | None:
+    """Return the workers if a strategy initialized torch.distributed for them."""
+    return _connected if _initialized_here else None
 
 
 def _initialize(cluster: Cluster) -> None:

@@ -20,6 +20,7 @@ from keras_strategy.backends.threads.patches import (
     global_state,
 )
 from keras_strategy.backends.torch import state
+from keras_strategy.backends.torch.collectives import initialized_workers
 from keras_strategy.backends.torch.replica import (
     InPlaceReplica,
     TorchReplica,
@@ -39,7 +40,6 @@ from keras_strategy.keras_patches.patch import (
     in_step,
     keras_changed_error,
     model_hook,
-    model_strategy,
     multi_replica_only,
 )
 from keras_strategy.keras_patches.random import draws_for_local_rows
@@ -396,21 +396,32 @@ class _Stream(IterableDataset):
 # --- Keras's own distribution
 
 
+def _strategy_or_workers(model: Any) -> Any:
+    """Return a model's strategy; without one, the workers that a strategy connected."""
+    strategy = strategy_of_model(model)
+    if strategy is None and keras.distribution.distribution() is None:
+        return initialized_workers()
+    return strategy
+
+
 if hasattr(keras.Model, "_initialize_ddp"):
 
-    @model_hook("_initialize_ddp", "(self)", when=model_strategy)
+    @model_hook("_initialize_ddp", "(self)", when=_strategy_or_workers)
     def _initialize_ddp(original, strategy, self):
-        """Do nothing: the model's strategy distributes it."""
+        """Do nothing: a strategy distributes the model, or nothing does."""
         # Keras 3.16 wraps every model in DistributedDataParallel if torch.distributed
         # is initialised. It would broadcast the weights and sum the gradients a second
-        # time, from every replica's thread.
+        # time, from every replica's thread; and a model outside of the scope, which
+        # perhaps the chief alone trains, would wait for the other workers.
 
 
-@model_hook("get_metrics_result", "(self)", when=model_strategy)
+@model_hook("get_metrics_result", "(self)", when=_strategy_or_workers)
 def _get_metrics_result(original, strategy, self):
     """Sum the states of all metrics in one collective, between our workers."""
     # Otherwise each state is a collective of its own, and Keras 3.16 sums them over all
     # processes if torch.distributed is initialised.
+    if strategy_of_model(self) is None:
+        return _base_metrics_result(self)
     replica = in_step()
     if replica is not None:
         return step_metrics_result(_base_metrics_result, replica, self)

@@ -59,12 +59,15 @@ def _fused_update(adam, tensors_of, grads, variables, learning_rate) -> bool:
         or not all([t.is_contiguous() for t in every])
     ):
         return False
-    # In the variables' dtype, as in Keras, since it rounds 0.999.
+    # By Keras's operations, which round float64 in some of its versions.
     dtype = variables[0].dtype
     step = keras.ops.cast(keras.ops.convert_to_tensor(adam.iterations) + 1, dtype)
+    power_1, power_2 = (
+        keras.ops.power(keras.ops.cast(beta, dtype), step)
+        for beta in (adam.beta_1, adam.beta_2)
+    )
     alpha = keras.ops.cast(learning_rate, dtype)
-    alpha = alpha * torch.sqrt(1 - torch.pow(adam.beta_2, step))
-    alpha = alpha / (1 - torch.pow(adam.beta_1, step))
+    alpha = alpha * torch.sqrt(1 - power_2) / (1 - power_1)
     count = len(grads)
     params, momentums, velocities, *maxima = [
         list(tensors[i : i + count]) for i in range(0, len(tensors), count)
