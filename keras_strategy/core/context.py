@@ -252,6 +252,15 @@ def require_cross_replica(strategy: "Strategy", method: str) -> None:
             f"Mixing different strategies: `{method}` of {strategy!r} was called "
             f"inside the scope of {current!r}. Leave that scope first."
         )
+    distribution = keras.distribution.distribution()
+    is_foreign = not getattr(distribution, "of_strategy", distribution is None)
+    if is_foreign and strategy is not _default:
+        raise RuntimeError(
+            "A model is distributed by a strategy or by keras.distribution, not by "
+            f"both: `{method}` of {strategy!r} was called while the distribution "
+            f"{type(distribution).__name__} is active. Leave its scope, or call "
+            "`keras.distribution.set_distribution(None)`, before you use a strategy."
+        )
 
 
 def gather_rows(replica: "Replica", x: Any, axis: int) -> Any:

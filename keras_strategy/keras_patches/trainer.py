@@ -31,6 +31,7 @@ from keras_strategy.training.callbacks import (
     SYNCHRONIZED_CALLBACKS,
     LogFreeCallback,
     given_callbacks,
+    let_chief_write,
     replace_callbacks,
 )
 from keras_strategy.training.ownership import strategy_of_model
@@ -200,6 +201,7 @@ def _prepare_callbacks(
     kept = callbacks
     if not cluster.is_chief:
         kept = [c for c in callbacks if not isinstance(c, CHIEF_ONLY_CALLBACKS)]
+        let_chief_write(kept)
     if method == "fit":
         sync = _create_training_sync(strategy, model, arguments, callbacks)
         kept = [*kept, sync]

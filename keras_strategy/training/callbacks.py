@@ -9,7 +9,8 @@ and stop training. The chief alone writes, and all workers start and stop togeth
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import keras
@@ -234,6 +235,9 @@ class _SavesBeforePreemption(_SavesAfterBatches):
 
 
 # Callbacks that only write, so that the chief alone needs them.
+_ORBAX_CALLBACKS = tuple(
+    filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)])
+)
 CHIEF_ONLY_CALLBACKS = (
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
@@ -242,6 +246,7 @@ CHIEF_ONLY_CALLBACKS = (
 )
 # Callbacks that write together or change the training, so that every worker needs them.
 SYNCHRONIZED_CALLBACKS = (
+    *_ORBAX_CALLBACKS,
     BackupAndRestore,
     _SavesAfterEpochs,
     _SavesAfterBatches,
@@ -259,6 +264,29 @@ DETERMINISTIC_CALLBACKS = (
     keras.callbacks.History,
     keras.callbacks.TerminateOnNaN,
 )
+
+
+class _NoCheckpointer:
+    """Stands for the checkpointer of `OrbaxCheckpoint` where another worker writes."""
+
+    def save_checkpointables(self, step: int, payload: Any) -> None:
+        """Skip: reading the payload has gathered shards for the chief."""
+
+    def save_checkpointables_async(self, step: int, payload: Any) -> Future:
+        done: Future = Future()
+        done.set_result(None)
+        return done
+
+    wait = close = lambda self: None
+
+
+def let_chief_write(callbacks: Iterable[Any]) -> None:
+    """Keep `OrbaxCheckpoint` of another worker than the chief from writing."""
+    # On JAX, where every process writes its shards, Orbax coordinates them.
+    if keras.backend.backend() != "jax":
+        for callback in callbacks:
+            if isinstance(callback, _ORBAX_CALLBACKS):
+                callback.checkpointer = _NoCheckpointer()
 
 
 def given_callbacks(arguments: Mapping[str, Any]) -> list[Any]:

@@ -59,6 +59,8 @@ class ReplicaDistribution(keras.distribution.DataParallel):
     # result is the same, and no padding enters a mean. `home` is the device that holds
     # the variables between steps, unless every device does.
 
+    of_strategy = True
+
     def __init__(
         self,
         logical: LogicalDevices,

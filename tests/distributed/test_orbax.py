@@ -1,0 +1,45 @@
+"""`keras.callbacks.OrbaxCheckpoint` in a training of several workers."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategy as ks
+from tests.training.test_keras_distribution import fit, make
+
+
+def train_and_load(folder: str, shard: str | None) -> tuple[list[str], list, list]:
+    """Return the names of the checkpoints, and the state saved and loaded."""
+    strategy = ks.MultiWorkerMirroredStrategy(shard=shard)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model, loaded = make(), make()
+    callback = keras.callbacks.OrbaxCheckpoint(
+        folder, max_to_keep=None, save_on_background=shard is None
+    )
+    fit(strategy, model, [callback], batch_size=8)
+    with strategy.scope():
+        loaded.optimizer.build(loaded.trainable_variables)
+        loaded.load_weights(folder)
+    states = [
+        [
+            *map(np.array, m.get_weights()),
+            *(np.array(v.numpy()) for v in m.optimizer.variables),
+        ]
+        for m in (model, loaded)
+    ]
+    return sorted(os.listdir(folder)), *states
+
+
+@pytest.mark.parametrize("shard", [None, "optimizer"])
+def test_workers_save_one_checkpoint(shard, two_workers, tmp_path):
+    if not hasattr(keras.callbacks, "OrbaxCheckpoint"):
+        pytest.skip("this version of Keras has no OrbaxCheckpoint")
+    pytest.importorskip("orbax.checkpoint")
+    results = two_workers.run(train_and_load, str(tmp_path / "folder"), shard)
+    for names, saved, loaded in results:
+        assert names == ["0", "1"]  # one of each epoch
+        for a, b in zip(saved, loaded, strict=True):
+            np.testing.assert_array_equal(a, b)
