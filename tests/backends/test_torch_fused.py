@@ -105,10 +105,13 @@ def test_changed_keras_formula_is_kept(monkeypatch):
 
 
 def test_fused_update_keeps_variable_names():
-    name = keras.optimizers.Adam().name
+    def number():
+        name = keras.optimizers.Adam().name
+        return int(name.rpartition("_")[2]) if "_" in name else 0
+
+    first, second = number(), number()  # equal in Keras 3.13, which counts none
     patches_optimizers._is_keras_adam()
-    number = int(name.rpartition("_")[2]) if "_" in name else 0
-    assert keras.optimizers.Adam().name == f"adam_{number + 1}"
+    assert number() - second == second - first
 
 
 def test_fused_update_in_stateless_scope(two, calls):

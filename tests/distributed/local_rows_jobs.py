@@ -200,6 +200,16 @@ def of_sources(alone: bool = False) -> dict:
     return result
 
 
+def reads_ahead() -> bool:
+    """Return True if Keras reads more of a generator than a call of `fit` uses."""
+    if keras.backend.backend() != "jax":
+        return keras.backend.backend() == "tensorflow"
+    # Up to Keras 3.13, on one device.
+    from keras.src.backend.jax import trainer
+
+    return hasattr(trainer.JAXEpochIterator, "_prefetch_numpy_iterator")
+
+
 def ways_to_fit(alone: bool = False) -> dict:
     """Generators with `steps_per_epoch`, class weights, tf.data; and who waits when."""
     keras.utils.set_random_seed(17)
@@ -218,7 +228,7 @@ def ways_to_fit(alone: bool = False) -> dict:
     # One after the other, and none is left out in between.
     generator = data(batch for batch in batches)
     model.fit(generator, steps_per_epoch=2, epochs=2, verbose=0)
-    if keras.backend.backend() != "tensorflow":  # which reads ahead
+    if not reads_ahead():
         model.fit(generator, steps_per_epoch=1, verbose=0)
     known = data(Reads(batches[:3]))
     model.fit(known, class_weight={0: 0.2, 1: 3.0}, shuffle=False, verbose=0)

@@ -1,5 +1,6 @@
 """Small models and data for the equality table. All of it is made up, from a seed."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from keras import layers, ops
 import keras_strategy as ks
 
 FEATURES, CLASSES, STEPS, WORDS = 4, 3, 6, 5
+# Keras up to 3.14 has no renormalization.
+_HAS_RENORM = "renorm" in inspect.signature(layers.BatchNormalization).parameters
+RENORM: dict[str, Any] = {"renorm": True} if _HAS_RENORM else {}
 
 
 def regression(rows: int) -> tuple[Any, Any]:

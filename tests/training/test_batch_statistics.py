@@ -83,7 +83,7 @@ class Own(keras.Model):
     def __init__(self):
         super().__init__()
         self.dense = layers.Dense(4, use_bias=False)
-        self.own, self.renorm = Clipped(), layers.BatchNormalization(renorm=True)
+        self.own, self.renorm = Clipped(), layers.BatchNormalization(**models.RENORM)
         self.output_ = layers.Dense(1)
 
     def call(self, x, training=False):

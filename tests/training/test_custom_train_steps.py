@@ -47,6 +47,8 @@ class TorchSteps(Layers):
 
     def _logged(self, loss, y, predicted):
         self.error.update_state(y, predicted)
+        # On torch, Keras 3.13 itself cannot log a loss that has a gradient.
+        loss = keras.ops.stop_gradient(loss)
         return {"error": self.error.result(), "own loss": loss}
 
     def predict_step(self, data):

@@ -201,7 +201,7 @@ def test_keras_state_is_averaged(two):
                 [
                     keras.Input((4,)),
                     layers.SpectralNormalization(layers.Dense(8, use_bias=False)),
-                    layers.BatchNormalization(renorm=True),
+                    layers.BatchNormalization(**models.RENORM),
                     layers.GaussianNoise(1e-9, seed=2),
                     layers.Dense(1),
                 ]

@@ -45,7 +45,7 @@ def cases() -> Iterator[Case]:
         "BatchNormalization twice, with renorm, batch_statistics global",
         lambda: compiled(
             mlp(
-                lambda: layers.BatchNormalization(renorm=True),
+                lambda: layers.BatchNormalization(**models.RENORM),
                 lambda: layers.Dense(6, "tanh"),
                 lambda: layers.BatchNormalization(momentum=0.5),
             )
