@@ -11,7 +11,7 @@ from keras import layers, ops
 import keras_strategy as ks
 
 FEATURES, CLASSES, STEPS, WORDS = 4, 3, 6, 5
-# Keras up to 3.14 has no renormalization.
+# Keras 3.13 has no renormalization.
 _HAS_RENORM = "renorm" in inspect.signature(layers.BatchNormalization).parameters
 RENORM: dict[str, Any] = {"renorm": True} if _HAS_RENORM else {}
 
