@@ -147,6 +147,10 @@ class CommunicationOptions:
             before all of them end. None uses the environment variable
             KERAS_STRATEGY_TIMEOUT_SECONDS, or else 600.
         implementation: A `CommunicationImplementation` or its name.
+        interface: Name of this machine's network interface by which the others reach
+            it, such as "eth0"; it may differ between workers. None uses the environment
+            variable KERAS_STRATEGY_INTERFACE, or else the interface that connects to
+            the chief.
 
     Raises:
         ValueError: If a value is invalid.
@@ -164,6 +168,7 @@ class CommunicationOptions:
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+    interface: str | None = None
 
     def __post_init__(self):
         if not isinstance(self.bytes_per_pack, int) or self.bytes_per_pack < 0:
@@ -178,6 +183,11 @@ class CommunicationOptions:
             raise ValueError(
                 "Argument `timeout_seconds` must be a positive number of seconds, or "
                 f"None. Received: timeout_seconds={timeout!r}"
+            )
+        if self.interface is not None and not isinstance(self.interface, str):
+            raise TypeError(
+                "Argument `interface` must be the name of a network interface, or "
+                f"None. Received: interface={self.interface!r}"
             )
         name = self.implementation
         # `tf.distribute`'s enum has the same names.

@@ -19,7 +19,13 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-from keras_strategy.cluster import process_exit, rendezvous, transport, watchdog
+from keras_strategy.cluster import (
+    network,
+    process_exit,
+    rendezvous,
+    transport,
+    watchdog,
+)
 from keras_strategy.cluster.coordinator import Coordinator
 from keras_strategy.cluster_resolver.cluster_spec import join_host_port
 from keras_strategy.errors import (
@@ -102,6 +108,16 @@ class CoordinatorClient(process_exit.ExitHandler):
             self.leave()
             raise
         self._thread_exits = exit_process
+
+    @property
+    def host(self) -> str:
+        """This machine's address in its connections to the other workers' machines."""
+        writers = [self._writer]
+        if self._coordinator is not None:
+            writers = self._coordinator.writers_of_others()
+        found = [str(w.get_extra_info("sockname")[0]) for w in writers if w is not None]
+        hosts = [h.removeprefix("::ffff:").partition("%")[0] for h in found]
+        return next((h for h in hosts if not network.is_loopback(h)), network.LOOPBACK)
 
     def on_leave(self, callback: Callable[[], None]) -> None:
         """Call `callback`, the last one first, before this worker disconnects."""

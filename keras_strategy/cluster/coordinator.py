@@ -78,6 +78,10 @@ class Coordinator:
         host, port = self.addresses[0]
         return "127.0.0.1" if host in ("::", "0.0.0.0") else host, port
 
+    def writers_of_others(self) -> list[asyncio.StreamWriter]:
+        """Return the connections of the workers other than the chief."""
+        return [self._writers[rank] for rank in sorted(self._writers) if rank]
+
     def close(self) -> None:
         """Deliver what was sent, close every connection and stop the thread."""
         self._thread.run(self._close())

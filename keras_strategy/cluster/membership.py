@@ -1,16 +1,16 @@
 """Cluster membership: this process's place among the workers that train together."""
 
 import builtins
-import functools
 import hashlib
 import json
+import os
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_strategy.cluster import process_exit
+from keras_strategy.cluster import network, process_exit, rendezvous
 from keras_strategy.cluster.client import CoordinatorClient
-from keras_strategy.cluster.rendezvous import all_local, rendezvous_address
 from keras_strategy.cluster_resolver import cluster_spec
 from keras_strategy.errors import ClusterError
 from keras_strategy.options import CommunicationOptions
@@ -18,6 +18,8 @@ from keras_strategy.options import CommunicationOptions
 # Number of parts into which a list is divided to find a difference, and number of
 # workers that a message names.
 _PARTS, _MAX_NAMED = 64, 8
+# Largest cluster in which each worker tries to connect to all others.
+_MAX_MESH = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +31,8 @@ class Cluster:
     addresses: tuple[str, ...]
     client: CoordinatorClient
     options: CommunicationOptions
+    # The address by which the other workers reach each one's machine.
+    hosts: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -38,9 +42,14 @@ class Cluster:
     def is_chief(self) -> bool:
         return self.rank == 0
 
-    @functools.cached_property
+    @property
+    def host(self) -> str:
+        return self.hosts[self.rank]
+
+    @property
     def is_local(self) -> bool:
-        return all_local(self.addresses)
+        """True if all workers are on this machine."""
+        return all(map(network.is_loopback, self.hosts))
 
     def exchange(
         self, operation: str, value: Any, seconds: float | None = None
@@ -49,6 +58,44 @@ class Cluster:
 
     def start_exchange(self, operation: str, value: Any) -> Callable[[], list[Any]]:
         return self.client.start_exchange(operation, value)
+
+    def listen(self, backlog: int | None = None) -> socket.socket:
+        """Listen on a free port, where no other machine can connect unless needed."""
+        if self.is_local:
+            return socket.create_server((network.LOOPBACK, 0), backlog=backlog)
+        return network.listen_on_all_interfaces(backlog=backlog)
+
+    def exchange_addresses(self, library: str, address: str) -> list[str]:
+        """Return the workers' addresses, at which they listen during the call."""
+        # All workers raise ClusterError if one of them cannot connect to another.
+        operation = f"the addresses of {library}"
+        addresses: list[str] = self.exchange(operation, address)
+        if self.is_local:
+            return addresses
+        steps = range(1, self.size)
+        if self.size > _MAX_MESH:
+            steps = [2**n for n in range((self.size - 1).bit_length())]
+        others = {(self.rank + step) % self.size for step in steps}
+        failed = network.find_unreachable({n: addresses[n] for n in sorted(others)})
+        found = self.exchange(f"{operation}: those that cannot be reached", failed)
+        failures = [
+            f"{self.names[rank]}, at {self.hosts[rank]}, cannot connect to "
+            f"{self.names[other]} at {addresses[other]}: {reason}"
+            for rank, pairs in enumerate(found)
+            for other, reason in pairs
+        ]
+        if not failures:
+            return addresses
+        if len(failures) > _MAX_NAMED:
+            failures[_MAX_NAMED:] = [f"{len(failures) - _MAX_NAMED} more pairs cannot"]
+        raise ClusterError(
+            "\n".join(failures)
+            + f"\nExpected that {library} can connect each worker's machine to the "
+            f"others at {network.describe_ports(addresses)}. If a firewall blocks "
+            "these ports, open them. If this address of a machine is the wrong one, "
+            f"set the environment variable {network.INTERFACE_VARIABLE} on it to the "
+            "name of the network interface that the others can reach."
+        )
 
     def values_if_different(self, operation: str, value: Any) -> list[Any] | None:
         """Return the workers' values by rank if they differ, else None."""
@@ -155,20 +202,29 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
             f"`keras-strategy run --workers {len(names)} train.py`, or use "
             "MirroredStrategy for the devices of this machine."
         )
+    job = getattr(resolver, "job_identity", "")
+    all_local = network.all_local(addresses)
+    interface = options.interface or os.environ.get(network.INTERFACE_VARIABLE)
+    own = network.address_of_interface(interface) if interface else None
     try:
         client = CoordinatorClient(
-            rendezvous_address(addresses),
+            rendezvous.rendezvous_address(addresses, job),
             rank,
             names,
             options.timeout_seconds,
             exit_process=True,
-            all_local=all_local(addresses),
+            secret=os.environ.get(rendezvous.SECRET_VARIABLE) or job,
+            all_local=all_local,
         )
     except ClusterError:
         # It sets the exit status.
         process_exit.register(process_exit.ExitHandler())
         raise
-    _joined = Cluster(rank, names, addresses, client, options)
+    own = own or (network.LOOPBACK if all_local else client.host)
+    hosts = client.exchange("the addresses of the workers' machines", own)
+    # A worker on the chief's machine may have reached it over the loopback.
+    hosts = tuple(hosts[0] if network.is_loopback(host) else host for host in hosts)
+    _joined = Cluster(rank, names, addresses, client, options, hosts)
     return _joined
 
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import errno
 import hashlib
-import ipaddress
 import json
 import math
 import os
@@ -18,12 +17,19 @@ import secrets
 import socket
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from keras_strategy.cluster import transport
+from keras_strategy.cluster.network import (
+    is_loopback,
+    listen_on_all_interfaces,
+    local_addresses,
+)
 from keras_strategy.cluster.transport import ProtocolError
 from keras_strategy.cluster_resolver.cluster_spec import (
+    DEFAULT_PORT,
     join_host_port,
     port_number,
     split_host_port,
@@ -34,10 +40,13 @@ PORT_VARIABLE = "KERAS_STRATEGY_PORT"
 TIMEOUT_VARIABLE = "KERAS_STRATEGY_TIMEOUT_SECONDS"
 SAVE_TIMEOUT_VARIABLE = "KERAS_STRATEGY_SAVE_TIMEOUT_SECONDS"
 SECRET_VARIABLE = "KERAS_STRATEGY_SECRET"
+# Below those that systems assign to connections.
+_JOB_PORTS = range(20_000, 30_000)
 
 
-def rendezvous_address(addresses: Sequence[str]) -> tuple[str, int]:
+def rendezvous_address(addresses: Sequence[str], job: str = "") -> tuple[str, int]:
     """Return the chief's host, and the configured port or a free one after its own."""
+    # Where all jobs have the same default port, the port is derived from the job.
     host, port = split_host_port(addresses[0])
     if not host:
         raise ValueError(
@@ -54,6 +63,8 @@ def rendezvous_address(addresses: Sequence[str]) -> tuple[str, int]:
             f"variable {PORT_VARIABLE} to a free port, the same on every worker."
         )
     chief = port_number(port, f"the port of the chief's address {addresses[0]!r}")
+    if job and chief == DEFAULT_PORT:
+        return host, _JOB_PORTS[zlib.crc32(job.encode()) % len(_JOB_PORTS)]
     # Workers on one host often have consecutive ports.
     used = {
         p
@@ -92,38 +103,6 @@ def _read_seconds(name: str, default: float) -> float:
     return seconds
 
 
-def is_loopback(host: str) -> bool:
-    if host.lower() in ("localhost", "localhost.localdomain"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def all_local(addresses: Sequence[str]) -> bool:
-    """Return True if the addresses show that all workers are on this machine."""
-    hosts = {split_host_port(address)[0] for address in addresses}
-    if all(map(is_loopback, hosts)):
-        return True
-    # One name of this machine for all. Another machine's may forward its ports.
-    return len(hosts) == 1 and all(hosts) and bool(local_addresses(*hosts))
-
-
-def local_addresses(host: str) -> list[str]:
-    """Return those addresses of `host` that are this machine's."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    addresses = []
-    for family, _, _, _, address in dict.fromkeys(found):
-        with contextlib.suppress(OSError), socket.socket(family) as probe:
-            probe.bind((address[0], 0))
-            addresses.append(str(address[0]))
-    return addresses
-
-
 _CONNECT_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 10.0
 _FIRST_PAUSE = 0.05
@@ -159,14 +138,7 @@ def open_listeners(
             opened.pop_all()
         if listeners:
             return listeners
-        if socket.has_dualstack_ipv6():
-            with contextlib.suppress(OSError):
-                return [
-                    socket.create_server(
-                        ("", port), family=socket.AF_INET6, dualstack_ipv6=True
-                    )
-                ]
-        return [socket.create_server(("", port))]
+        return [listen_on_all_interfaces(port)]
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise

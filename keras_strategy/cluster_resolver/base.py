@@ -105,6 +105,14 @@ class ClusterResolver(abc.ABC):
         return {kind: kinds.count(kind) for kind in kinds if kind != "CPU"}
 
     @property
+    def job_identity(self) -> str:
+        """Text that all tasks of this job have, and no other job's; `""` for none.
+
+        Workers with another one are refused, unless KERAS_STRATEGY_SECRET is set.
+        """
+        return ""
+
+    @property
     def environment(self) -> str | None:
         """The `environment` that was passed to the resolver, else `""`."""
         return self._environment

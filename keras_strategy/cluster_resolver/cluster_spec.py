@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# The port of the chief where neither the user nor the cluster chooses one.
+DEFAULT_PORT = 8888
+
 
 def as_int(value: str, name: str, minimum: int = 0) -> int:
     """Return the integer that a text contains; `name` is for the error."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from keras_strategy.cluster_resolver.base import ClusterResolver, format_master_url
 from keras_strategy.cluster_resolver.cluster_spec import (
+    DEFAULT_PORT,
     ClusterSpec,
     as_int,
     join_host_port,
@@ -356,6 +357,11 @@ class MPIClusterResolver(EnvironmentClusterResolver):
         """The index of this process on its host; `None` where it is not known."""
         return _get_int(_find_launcher().local_rank)
 
+    @property
+    def job_identity(self) -> str:
+        """The job's name in Open MPI; empty with MPICH, which has none."""
+        return os.environ.get("PMIX_NAMESPACE", "")
+
     def _describe(self) -> ClusterDescription:
         launcher = _find_launcher()
         rank, size = _read_rank(launcher.rank, launcher.size, launcher.name)
@@ -363,7 +369,9 @@ class MPIClusterResolver(EnvironmentClusterResolver):
         is_one_host = (_get_int(launcher.local_size, minimum=1) or 1) == size
         port = self._port_base
         if port is None:
-            port = port_number(os.environ.get("MASTER_PORT") or 8888, "MASTER_PORT")
+            port = port_number(
+                os.environ.get("MASTER_PORT") or DEFAULT_PORT, "MASTER_PORT"
+            )
         host = self._coordinator_address or os.environ.get("MASTER_ADDR")
         if host:
             host, text = split_host_port(host)

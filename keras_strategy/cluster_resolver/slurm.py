@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from keras_strategy.cluster_resolver.base import ClusterResolver, import_extra
 from keras_strategy.cluster_resolver.cluster_spec import (
+    DEFAULT_PORT,
     ClusterSpec,
     as_int,
     join_host_port,
@@ -203,7 +204,7 @@ class SlurmClusterResolver(ClusterResolver):
     def __init__(
         self,
         jobs: Mapping[str, int] | None = None,
-        port_base: int = 8888,
+        port_base: int = DEFAULT_PORT,
         gpus_per_node: int | None = None,
         gpus_per_task: int | None = None,
         tasks_per_node: int | Mapping[str, int] | None = None,
@@ -264,6 +265,12 @@ class SlurmClusterResolver(ClusterResolver):
                 os.environ[_CUDA] = value
         jobs = {job: addresses[r.start : r.stop] for job, r in self._jobs.items()}
         return ClusterSpec(jobs)
+
+    @property
+    def job_identity(self) -> str:
+        """The ids of the Slurm job and of its step."""
+        ids = (os.environ.get(f"SLURM_{kind}_ID", "") for kind in ("JOB", "STEP"))
+        return "slurm " + ".".join(ids)
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Return the task type and the task id of this process, as `("worker", 1)`."""

@@ -5,12 +5,12 @@ import contextlib
 import dataclasses
 import json
 import os
-import pathlib
 import random
 import re
 import secrets
 import socket
 
+from keras_strategy.cluster.network import ephemeral_ports
 from keras_strategy.cluster.rendezvous import (
     PORT_VARIABLE,
     SECRET_VARIABLE,
@@ -18,7 +18,6 @@ from keras_strategy.cluster.rendezvous import (
 )
 
 _LOWEST_PORT = 10_000
-_EPHEMERAL_PORTS = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range")
 # As the C library, Python, torch's store and gRPC write it.
 PORT_IN_USE = re.compile(
     r"address already in use|EADDRINUSE|ADDRESS_IN_USE", re.IGNORECASE
@@ -143,7 +142,7 @@ def free_ports(count: int, among: range | None = None) -> list[int]:
     assert len(set(free_ports(3))) == 3
     ```
     """
-    candidates = among or range(_LOWEST_PORT, _first_ephemeral_port())
+    candidates = among or range(_LOWEST_PORT, _first_assigned_port())
     ports: list[int] = []
     for port in _random.sample(candidates, len(candidates)):
         if len(ports) == count:
@@ -166,10 +165,7 @@ def free_ports(count: int, among: range | None = None) -> list[int]:
     return ports
 
 
-def _first_ephemeral_port() -> int:
-    try:
-        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        first = 32_768
+def _first_assigned_port() -> int:
+    first = ephemeral_ports()[0]
     # Some machines assign nearly all of their ports; then any must do.
     return first if first > _LOWEST_PORT + 1_000 else 60_000

@@ -14,9 +14,9 @@ import pytest
 from keras_strategy.cluster import watchdog
 from keras_strategy.cluster.client import CoordinatorClient
 from keras_strategy.cluster.membership import Cluster
+from keras_strategy.cluster.network import local_addresses
 from keras_strategy.cluster.rendezvous import (
     default_timeout_seconds,
-    local_addresses,
     open_listeners,
     rendezvous_address,
 )

@@ -1,14 +1,25 @@
-"""Several workers on one host that is given by its own address or name."""
+"""Workers that are given by the addresses or names of their machines."""
 
 import json
 import os
 import socket
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 
 import keras_strategy as ks
+from keras_strategy.cluster_resolver.cluster_spec import join_host_port
+from keras_strategy.errors import ClusterError
+from keras_strategy.testing import WorkerRunner
+from tests.distributed.machines import (
+    Machine,
+    simulated_machines,
+    skip_without_namespaces,
+)
 
 
 def read_own_address() -> str:
@@ -19,24 +30,37 @@ def read_own_address() -> str:
         return probe.getsockname()[0]
 
 
-def train_at(host: str) -> tuple[tuple[str, ...], list[np.ndarray]]:
-    """Train for one epoch in a cluster whose workers are all at `host`."""
+def train_at(hosts: Sequence[str], machines: Sequence[Machine] = ()) -> dict[str, Any]:
+    """Train for one epoch in a cluster whose workers are at `hosts`."""
     configuration = json.loads(os.environ["TF_CONFIG"])
-    addresses = configuration["cluster"]["worker"]
+    rank, addresses = configuration["task"]["index"], configuration["cluster"]["worker"]
     configuration["cluster"]["worker"] = [
-        f"{host}:{address.rpartition(':')[2]}" for address in addresses
+        join_host_port(host, int(address.rpartition(":")[2]))
+        for host, address in zip(hosts, addresses, strict=True)
     ]
     os.environ["TF_CONFIG"] = json.dumps(configuration)
+    if machines:
+        machines[rank].enter()
     options = ks.experimental.CommunicationOptions(timeout_seconds=20)
-    strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
+    start = time.monotonic()
+    try:
+        strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
+    except ClusterError as error:
+        return {"error": str(error), "seconds": time.monotonic() - start}
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         model.compile("sgd", "mse")
     x = np.arange(21, dtype="float32").reshape(7, 3) / 21
     model.fit(x, x[:, :2], batch_size=4, shuffle=False, verbose=0)
-    hosts = {a.rpartition(":")[0] for a in configuration["cluster"]["worker"]}
-    return tuple(hosts), model.get_weights()
+    return {"weights": model.get_weights()}
+
+
+def check_same_weights(results: Sequence[dict[str, Any]]) -> None:
+    first, *others = [result["weights"] for result in results]
+    for weights in others:
+        for one, other in zip(first, weights, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def find_own_host(kind: str) -> str:
@@ -56,10 +80,55 @@ def find_own_host(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["address", "name"])
 def test_workers_on_one_host_connect(kind, two_workers):
     host = find_own_host(kind)
-    (hosts, weights), (_, other_weights) = two_workers.run(train_at, host)
-    assert hosts == (host,)
-    for one, other in zip(weights, other_weights, strict=True):
-        np.testing.assert_array_equal(one, other)
+    check_same_weights(two_workers.run(train_at, [host, host]))
+
+
+# How machines are made, and the names or addresses by which the workers are given.
+NETWORKS = {
+    "addresses": ({}, ["10.77.0.1", "10.77.0.2"]),
+    # As Debian and Ubuntu set up /etc/hosts.
+    "own name on the loopback": ({"own_name": "127.0.1.1"}, ["node1", "node2"]),
+    "no own name": ({"own_name": None}, ["10.77.0.1", "10.77.0.2"]),
+    "name of the wrong interface": (
+        {"wrong_interface": True},
+        ["10.77.0.1", "10.77.0.2"],
+    ),
+    "IPv6 only": ({"ipv6": True}, ["fd77::1", "fd77::2"]),
+}
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_workers_on_several_machines_connect(network, two_workers):
+    skip_without_namespaces()
+    options, hosts = NETWORKS[network]
+    with simulated_machines(2, **options) as machines:
+        check_same_weights(two_workers.run(train_at, hosts, machines))
+
+
+def test_workers_that_share_a_machine_connect_to_others(starter):
+    skip_without_namespaces()
+    with (
+        simulated_machines(2, own_name="127.0.1.1") as (one, two),
+        WorkerRunner(3, timeout_seconds=120, starter=starter) as runner,
+    ):
+        hosts = ["node1", "node1", "node2"]
+        check_same_weights(runner.run(train_at, hosts, [one, one, two]))
+
+
+def test_blocked_connection_is_reported(starter):
+    skip_without_namespaces()
+    with (
+        simulated_machines(3, blocked=[(1, 2)]) as machines,
+        WorkerRunner(3, timeout_seconds=120, starter=starter) as runner,
+    ):
+        hosts = [machine.address for machine in machines]
+        results = runner.run(train_at, hosts, machines)
+    for result in results:
+        assert result["seconds"] < 10
+        assert "worker 1, at 10.77.0.2, cannot connect to worker 2" in result["error"]
+        assert "worker 2, at 10.77.0.3, cannot connect to worker 1" in result["error"]
+        assert "worker 0, at" not in result["error"]
+        assert "KERAS_STRATEGY_INTERFACE" in result["error"]
 
 
 def create_two_strategies() -> str:

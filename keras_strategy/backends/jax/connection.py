@@ -11,9 +11,9 @@ import jax
 import jax.extend.backend
 
 from keras_strategy.cluster.membership import Cluster
+from keras_strategy.cluster_resolver.cluster_spec import join_host_port
 from keras_strategy.core.collectives import check_nccl
 
-_PORT = "the port of JAX's coordinator"
 # JAX's timeout ends the process. Our watchdog detects failures sooner and reports the
 # cause, so JAX waits longer.
 _EXTRA_TIMEOUT_SECONDS = 120
@@ -37,23 +37,22 @@ def connect(cluster: Cluster) -> None:
     # JAX's preemption service would keep the worker running until it is killed.
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
         jax.config.update("jax_enable_preemption_service", False)
-    with _port(cluster) as port:
-        host = "127.0.0.1"
-        if not (cluster.is_local or cluster.is_chief):
-            host = cluster.addresses[0].rpartition(":")[0]
+    with _address(cluster) as address:
+        port = address.rpartition(":")[2]
         seconds = int(cluster.client.timeout_seconds) + _EXTRA_TIMEOUT_SECONDS
         try:
-            jax.distributed.initialize(
-                coordinator_address=f"{host}:{port}",
-                num_processes=cluster.size,
-                process_id=cluster.rank,
-                coordinator_bind_address=(
-                    f"127.0.0.1:{port}" if cluster.is_local else f"[::]:{port}"
-                ),
-                initialization_timeout=seconds,
-                heartbeat_timeout_seconds=seconds,
-                shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_SECONDS,
-            )
+            with cluster.client.track_operation("the connection to JAX's coordinator"):
+                jax.distributed.initialize(
+                    coordinator_address=address,
+                    num_processes=cluster.size,
+                    process_id=cluster.rank,
+                    coordinator_bind_address=(
+                        address if cluster.is_local else f"[::]:{port}"
+                    ),
+                    initialization_timeout=seconds,
+                    heartbeat_timeout_seconds=seconds,
+                    shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_SECONDS,
+                )
         except RuntimeError as error:
             if "must be called before" not in str(error):
                 raise
@@ -66,8 +65,7 @@ def connect(cluster: Cluster) -> None:
     if cluster.is_chief:
         # The chief hosts JAX's coordinator, which the others need until they end.
         cluster.client.on_leave(jax.distributed.shutdown)
-    if cluster.is_local:
-        _bind_gloo_to_loopback()
+    _bind_gloo(cluster.host)
     check_nccl(cluster, jax.default_backend() == "gpu", "JAX")
 
 
@@ -80,23 +78,25 @@ def _shut_down() -> None:
 
 
 @contextlib.contextmanager
-def _port(cluster: Cluster) -> Iterator[int]:
-    """Context manager that reserves the coordinator's port on the chief."""
-    if not cluster.is_chief:
-        yield int(cluster.exchange(_PORT, None)[0])
-        return
-    with socket.socket() as reserved:
-        # gRPC, which sets this option too, can bind the reserved port.
-        if hasattr(socket, "SO_REUSEPORT"):
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(("127.0.0.1" if cluster.is_local else "", 0))
-        port = reserved.getsockname()[1]
-        cluster.exchange(_PORT, port)
-        yield port
+def _address(cluster: Cluster) -> Iterator[str]:
+    """Context manager that reserves the coordinator's address on the chief."""
+    with contextlib.ExitStack() as reserved:
+        # gloo listens on a port of each worker as well.
+        with cluster.listen(backlog=cluster.size + 16) as listener:
+            port = listener.getsockname()[1]
+            own = join_host_port(cluster.host, port)
+            address = cluster.exchange_addresses("JAX", own)[0]
+        if cluster.is_chief:
+            holder = reserved.enter_context(socket.socket())
+            # gRPC, which sets this option too, can bind the reserved port.
+            if hasattr(socket, "SO_REUSEPORT"):
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holder.bind(("127.0.0.1" if cluster.is_local else "", port))
+        yield address
 
 
-def _bind_gloo_to_loopback() -> None:
-    """Make gloo listen on the loopback interface instead of the host's address."""
+def _bind_gloo(host: str) -> None:
+    """Make gloo listen at `host` instead of the address of this machine's name."""
     try:  # JAX has no public setting; without its private modules nothing changes
         from jax._src import distributed, xla_bridge
         from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
@@ -106,8 +106,8 @@ def _bind_gloo_to_loopback() -> None:
         make_collectives = _jax.make_gloo_tcp_collectives
 
         def make_client():
-            loopback = make_collectives(distributed_client=client, hostname="127.0.0.1")
-            return make_cpu_client(collectives=loopback)
+            collectives = make_collectives(distributed_client=client, hostname=host)
+            return make_cpu_client(collectives=collectives)
 
         jax.extend.backend.register_backend_factory(
             "cpu", make_client, priority=0, fail_quietly=False

@@ -16,6 +16,8 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
 from keras_strategy.cluster.membership import Cluster
+from keras_strategy.cluster.network import listen_on_all_interfaces
+from keras_strategy.cluster_resolver.cluster_spec import join_host_port, split_host_port
 
 logger = logging.getLogger("keras_strategy")
 
@@ -38,9 +40,10 @@ def start(cluster: Cluster) -> list[str]:
             "the start of the program, before you create a tensor, a variable, a "
             "dataset or another strategy."
         )
-    addresses: list[str] = cluster.exchange(
-        "the addresses of TensorFlow's servers", _choose_address(cluster)
-    )
+    with _listen(cluster) as listener:
+        host = cluster.addresses[cluster.rank].rpartition(":")[0] or cluster.host
+        own = join_host_port(host, listener.getsockname()[1])
+        addresses = cluster.exchange_addresses("TensorFlow", own)
     leader, task = worker_device(0), f"/job:{JOB}/task:{cluster.rank}"
     runtime.configure_collective_ops(
         collective_leader=leader,
@@ -82,17 +85,14 @@ def start(cluster: Cluster) -> list[str]:
     return addresses
 
 
-def _choose_address(cluster: Cluster) -> str:
-    """Return the worker's address if its port is free, else a free one on its host."""
-    address = cluster.addresses[cluster.rank] if cluster.addresses else ""
-    host, _, port = address.rpartition(":")
+def _listen(cluster: Cluster) -> socket.socket:
+    """Listen on the port of the worker's address if it is free, else on a free one."""
+    _, port = split_host_port(cluster.addresses[cluster.rank])
     # Launchers may use the port themselves, for what they call the master.
-    preferred = [int(port)] if port.isdecimal() and int(port) > 0 else []
-    for candidate in [*preferred, 0]:
-        # On every interface, as TensorFlow's server binds it.
-        with contextlib.suppress(OSError), socket.create_server(("", candidate)) as s:
-            return f"{host or socket.gethostname()}:{s.getsockname()[1]}"
-    raise RuntimeError("No port is free for TensorFlow's server.")
+    # On every interface, as TensorFlow's server binds it.
+    with contextlib.suppress(OSError):
+        return listen_on_all_interfaces(int(port or 0))
+    return listen_on_all_interfaces()
 
 
 def native_name(device: str) -> str:

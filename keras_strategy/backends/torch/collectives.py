@@ -2,7 +2,6 @@
 
 import datetime
 import os
-import socket
 import sys
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
@@ -24,6 +23,8 @@ from keras_strategy.backends.torch.gradient_buckets import (
     write_weighted,
 )
 from keras_strategy.cluster.membership import Cluster
+from keras_strategy.cluster.network import find_interfaces
+from keras_strategy.cluster_resolver.cluster_spec import join_host_port, split_host_port
 from keras_strategy.core.collectives import (
     CHECKSUM_TAIL,
     WorkerCollectives,
@@ -307,17 +308,22 @@ def _initialize(cluster: Cluster) -> None:
     gpus, ring = torch.cuda.is_available(), CommunicationImplementation.RING
     check_nccl(cluster, gpus, "torch")
     nccl = gpus and cluster.options.implementation is not ring
-    if cluster.is_local:
-        # By default gloo listens on the interface of the host's name.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # By default gloo listens on the interface of the host's name, which may be the
+    # loopback or not exist. NCCL's variable has a prefix for whole names.
+    interface = find_interfaces().get(cluster.host)
+    for name, prefix in ("GLOO_SOCKET_IFNAME", ""), ("NCCL_SOCKET_IFNAME", "="):
+        if interface is not None:
+            os.environ.setdefault(name, prefix + interface)
     excepthook = sys.excepthook
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if nccl else "gloo",
-        store=_store(cluster, timeout),
-        rank=cluster.rank,
-        world_size=cluster.size,
-        timeout=timeout,
-    )
+    store = _store(cluster, timeout)
+    with cluster.client.track_operation("the connections of torch.distributed"):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            store=store,
+            rank=cluster.rank,
+            world_size=cluster.size,
+            timeout=timeout,
+        )
     # torch's hook prints the other hooks' output only after they return. Ours ends the
     # process.
     sys.excepthook = excepthook
@@ -326,21 +332,20 @@ def _initialize(cluster: Cluster) -> None:
 
 
 def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
-    host, listener = "127.0.0.1", None
-    if cluster.is_chief:
-        address = (host if cluster.is_local else "", 0)
-        listener = socket.create_server(address, backlog=cluster.size + 16)
-    elif not cluster.is_local:
-        host = cluster.addresses[0].rpartition(":")[0].strip("[]")
-    port = None if listener is None else listener.getsockname()[1]
-    return TCPStore(
-        host,
-        int(cluster.exchange("address of torch's store", port)[0]),
-        is_master=cluster.is_chief,
-        master_listen_fd=None if listener is None else listener.detach(),
-        wait_for_workers=False,
-        timeout=timeout,
-    )
+    # The chief's is the store's. gloo listens on a port of each worker as well.
+    with cluster.listen(backlog=2 * cluster.size + 16) as listener:
+        own = join_host_port(cluster.host, listener.getsockname()[1])
+        chief = cluster.exchange_addresses("torch.distributed", own)[0]
+        host, port = split_host_port(chief)
+        with cluster.client.track_operation("the connection to torch's store"):
+            return TCPStore(
+                host,
+                int(port),
+                is_master=cluster.is_chief,
+                master_listen_fd=listener.detach() if cluster.is_chief else None,
+                wait_for_workers=False,
+                timeout=timeout,
+            )
 
 
 def _disconnect() -> None:
