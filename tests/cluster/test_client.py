@@ -657,6 +657,43 @@ def test_coordinator_address(addresses, expected, monkeypatch):
     assert rendezvous_address(addresses) == (expected[0], 9999)
 
 
+def test_default_port_is_of_the_job(monkeypatch):
+    monkeypatch.delenv("KERAS_STRATEGY_PORT", raising=False)
+    addresses = ["node1:8888", "node1:8889"]
+    ports = {rendezvous_address(addresses, f"slurm {n}.0")[1] for n in range(70, 90)}
+    assert len(ports) == 20 and ports <= set(range(20_000, 30_000))
+    # A port that the user or the launcher chose is kept, as without a job.
+    assert rendezvous_address(["node1:2222"], "slurm 70.0") == ("node1", 2223)
+    assert rendezvous_address(addresses) == ("node1", 8890)
+    monkeypatch.setenv("KERAS_STRATEGY_PORT", "9999")
+    assert rendezvous_address(addresses, "slurm 70.0") == ("node1", 9999)
+
+
+def test_two_jobs_at_once_do_not_meet(monkeypatch):
+    monkeypatch.delenv("KERAS_STRATEGY_PORT", raising=False)
+    addresses = ["127.0.0.1:8888", "127.0.0.1:8889"]
+
+    def take_part(job: str, rank: int) -> list[str]:
+        address = rendezvous_address(addresses, job)
+        client = CoordinatorClient(address, rank, names_of(2), SOON, secret=job)
+        try:
+            return client.exchange("which job", job)
+        finally:
+            client.exchange("the end")
+            client.leave()
+
+    for number in range(0, 40, 2):
+        jobs = [f"slurm {number}.0", f"slurm {number + 1}.0"]
+        places = [
+            (job, rank)
+            for rank in (number // 2 % 2, 1 - number // 2 % 2)
+            for job in jobs
+        ]
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda place: take_part(*place), places))
+        assert found == [[job, job] for job, _ in places]
+
+
 def test_address_without_rendezvous_port(monkeypatch):
     monkeypatch.delenv("KERAS_STRATEGY_PORT", raising=False)
     with pytest.raises(ValueError, match="'host:port'. Received: ''"):

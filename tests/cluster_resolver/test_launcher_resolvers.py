@@ -175,6 +175,13 @@ def test_mpi_on_two_hosts(env, variables):
     assert workers(MPIClusterResolver("node1", port_base=7)) == ["node1:7", ""]
 
 
+def test_mpi_job_identity(env):
+    env(OPEN_MPI, PMIX_NAMESPACE="2412511233")
+    assert MPIClusterResolver().job_identity == "2412511233"
+    env(MPICH, PMIX_NAMESPACE=None)
+    assert MPIClusterResolver().job_identity == ""
+
+
 def test_mpi_without_local_size(env):
     env(MPICH, MPI_LOCALNRANKS=None, MPI_LOCALRANKID=None, MASTER_ADDR="node1")
     assert workers(MPIClusterResolver()) == ["node1:8888", ""]

@@ -50,6 +50,14 @@ def test_tasks_follow_the_node_list(env):
     assert resolver.num_accelerators() == {"GPU": 0}
 
 
+def test_job_identity_is_of_the_step(env):
+    env(SLURM_JOB_ID="70", SLURM_STEP_ID="0")
+    first = SlurmClusterResolver().job_identity
+    env(SLURM_STEP_ID="1", SLURM_PROCID="2")
+    second = SlurmClusterResolver().job_identity
+    assert first == "slurm 70.0" and second == "slurm 70.1"
+
+
 def test_jobs_are_assigned_by_name(env):
     resolver = SlurmClusterResolver({"worker": 4, "ps": 1}, port_base=1000)
     assert resolver.cluster_spec().as_dict() == {

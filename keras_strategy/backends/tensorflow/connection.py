@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
@@ -17,6 +18,7 @@ from tensorflow.python.eager import context
 
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.cluster.network import listen_on_all_interfaces
+from keras_strategy.cluster.rendezvous import reserve_name
 from keras_strategy.cluster_resolver.cluster_spec import join_host_port, split_host_port
 
 logger = logging.getLogger("keras_strategy")
@@ -24,6 +26,10 @@ logger = logging.getLogger("keras_strategy")
 # All workers get the same job, whatever the cluster resolver calls them: TensorFlow
 # then sorts them by rank, and the chief is task 0.
 JOB = "worker"
+
+
+# Names of ports, reserved while this process lives.
+_reserved: list[Any] = []
 
 
 def worker_device(rank: int) -> str:
@@ -88,9 +94,11 @@ def start(cluster: Cluster) -> list[str]:
 def _listen(cluster: Cluster) -> socket.socket:
     """Listen on the port of the worker's address if it is free, else on a free one."""
     _, port = split_host_port(cluster.addresses[cluster.rank])
-    # Launchers may use the port themselves, for what they call the master.
-    # On every interface, as TensorFlow's server binds it.
+    # On every interface, as TensorFlow's server binds it. Launchers may use the port
+    # themselves, for what they call the master; so may another job of this machine,
+    # whose server starts later.
     with contextlib.suppress(OSError):
+        _reserved.append(port and reserve_name(f"TensorFlow's server at port {port}"))
         return listen_on_all_interfaces(int(port or 0))
     return listen_on_all_interfaces()
 
