@@ -77,7 +77,7 @@ def simulated_machines(
             or nothing if it is None. The other machines' names stand for theirs.
         wrong_interface: Whether a machine has another interface, which reaches no other
             machine, and which its own name stands for.
-        blocked: Pairs of machines that cannot connect to each other, from 0.
+        blocked: Pairs of machines, from 0; the first cannot send to the second.
     """
     numbers = range(1, count + 1)
     prefix = f"ks{os.getpid()}-"
@@ -117,10 +117,9 @@ def simulated_machines(
                 if m != n or own is not None
             ]
             machines.append(Machine(here, f"node{n}", address, tuple(hosts)))
-        for pair in blocked:
-            for here, other in pair, pair[::-1]:
-                route = ["route", "add", "blackhole", f"{addresses[other]}/{bits + 8}"]
-                _ip("-n", machines[here].namespace, family, *route)
+        for first, second in blocked:
+            route = ["route", "add", "blackhole", addresses[second]]
+            _ip("-n", machines[first].namespace, family, *route)
         yield machines
 
 
