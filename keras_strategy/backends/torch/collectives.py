@@ -340,7 +340,7 @@ def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
         with cluster.client.track_operation("the connection to torch's store"):
             return TCPStore(
                 host,
-                int(port),
+                int(port or 0),
                 is_master=cluster.is_chief,
                 master_listen_fd=listener.detach() if cluster.is_chief else None,
                 wait_for_workers=False,
