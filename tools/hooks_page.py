@@ -41,7 +41,7 @@ its patch was written. If this Keras changed one of them, no patch is installed 
 `KerasVersionError` names the function, see [Versions of Keras](keras_versions.md).
 
 `make hooks` writes this page from the code, with Keras {version}, after it has checked
-that all patches fit each of these versions, of which some need fewer:
+that all patches fit each of these versions, which need different numbers of them:
 
 {versions}
 
