@@ -239,6 +239,8 @@ class CoordinatorClient(process_exit.ExitHandler):
             status = 1
             if isinstance(error, WorkerFailedError):
                 status = process_exit.EXIT_OTHER_WORKER_FAILED
+            elif isinstance(error, ClusterError):
+                status = process_exit.EXIT_CLUSTER_NOT_FORMED
             elif isinstance(error, KeyboardInterrupt):
                 status = process_exit.EXIT_INTERRUPTED
             process_exit.exit_now("", status)
