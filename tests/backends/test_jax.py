@@ -118,14 +118,6 @@ def test_scope_resets_keras_distribution(two, mirrored):
     assert keras.distribution.distribution() is before
 
 
-def test_scope_restores_users_distribution(two):
-    theirs = keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"])
-    with theirs.scope():
-        with two.scope():
-            assert keras.distribution.distribution() is not theirs
-        assert keras.distribution.distribution() is theirs
-
-
 def test_predict_on_batch_is_distributed(two, monkeypatch):
     with two.scope():
         model = small_model()
