@@ -62,10 +62,8 @@ def _fused_update(adam, tensors_of, grads, variables, learning_rate) -> bool:
     # By Keras's operations, which round float64 in some of its versions.
     dtype = variables[0].dtype
     step = keras.ops.cast(keras.ops.convert_to_tensor(adam.iterations) + 1, dtype)
-    power_1, power_2 = (
-        keras.ops.power(keras.ops.cast(beta, dtype), step)
-        for beta in (adam.beta_1, adam.beta_2)
-    )
+    power_1 = keras.ops.power(keras.ops.cast(adam.beta_1, dtype), step)
+    power_2 = keras.ops.power(keras.ops.cast(adam.beta_2, dtype), step)
     alpha = keras.ops.cast(learning_rate, dtype)
     alpha = alpha * torch.sqrt(1 - power_2) / (1 - power_1)
     count = len(grads)
