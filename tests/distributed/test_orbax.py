@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from tests.training.test_keras_distribution import fit, make
+from tests.training.test_keras_distribution import fit, make, skip_without_orbax
 
 
 def train_and_load(folder: str, shard: str | None) -> tuple[list[str], list, list]:
@@ -35,9 +35,7 @@ def train_and_load(folder: str, shard: str | None) -> tuple[list[str], list, lis
 
 @pytest.mark.parametrize("shard", [None, "optimizer"])
 def test_workers_save_one_checkpoint(shard, two_workers, tmp_path):
-    if not hasattr(keras.callbacks, "OrbaxCheckpoint"):
-        pytest.skip("this version of Keras has no OrbaxCheckpoint")
-    pytest.importorskip("orbax.checkpoint")
+    skip_without_orbax()
     results = two_workers.run(train_and_load, str(tmp_path / "folder"), shard)
     for names, saved, loaded in results:
         assert names == ["0", "1"]  # one of each epoch

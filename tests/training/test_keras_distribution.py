@@ -1,6 +1,8 @@
 """Strategies beside `keras.distribution`, and checkpoints of `OrbaxCheckpoint`."""
 
 import contextlib
+import importlib
+import inspect
 
 import keras
 import numpy as np
@@ -33,7 +35,11 @@ def make() -> keras.Model:
 def data_parallel() -> keras.distribution.DataParallel:
     devices = ["cpu:0", "cpu:1"]
     mesh = keras.distribution.DeviceMesh((2,), ["batch"], devices)
-    return keras.distribution.DataParallel(device_mesh=mesh, auto_shard_dataset=False)
+    make = keras.distribution.DataParallel
+    try:
+        return make(device_mesh=mesh, auto_shard_dataset=False)
+    except AttributeError as error:  # `num_processes`, on TensorFlow with Keras 3.13
+        pytest.skip(f"this Keras cannot make a distribution here: {error}")
 
 
 @contextlib.contextmanager
@@ -108,11 +114,18 @@ def test_model_without_strategy_keeps_its_distribution(two):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def orbax_checkpoint(folder, **options):
-    """Return the callback; skip where Keras or Orbax does not have it."""
+def skip_without_orbax():
     if not hasattr(keras.callbacks, "OrbaxCheckpoint"):
         pytest.skip("this version of Keras has no OrbaxCheckpoint")
     pytest.importorskip("orbax.checkpoint")
+    if keras.backend.backend() == "jax":
+        util = importlib.import_module("keras.src.saving.orbax_util")
+        if "checkpointable_name" not in inspect.getsource(util):
+            pytest.skip("this version of Keras may read the wrong item of a checkpoint")
+
+
+def orbax_checkpoint(folder, **options):
+    skip_without_orbax()
     return keras.callbacks.OrbaxCheckpoint(str(folder), **options)
 
 
