@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from tests.training.test_keras_distribution import fit, make, skip_without_orbax
+from tests.training.test_keras_distribution import (
+    can_load_from_orbax,
+    fit,
+    make,
+    skip_without_orbax,
+)
 
 
 def train_and_load(folder: str, shard: str | None) -> tuple[list[str], list, list]:
@@ -20,6 +25,8 @@ def train_and_load(folder: str, shard: str | None) -> tuple[list[str], list, lis
         folder, max_to_keep=None, save_on_background=shard is None
     )
     fit(strategy, model, [callback], batch_size=8)
+    if not can_load_from_orbax():
+        return sorted(os.listdir(folder)), [], []
     with strategy.scope():
         loaded.optimizer.build(loaded.trainable_variables)
         loaded.load_weights(folder)

@@ -35,11 +35,16 @@ def make() -> keras.Model:
 def data_parallel() -> keras.distribution.DataParallel:
     devices = ["cpu:0", "cpu:1"]
     mesh = keras.distribution.DeviceMesh((2,), ["batch"], devices)
-    make = keras.distribution.DataParallel
-    try:
-        return make(device_mesh=mesh, auto_shard_dataset=False)
-    except AttributeError as error:  # `num_processes`, on TensorFlow with Keras 3.13
-        pytest.skip(f"this Keras cannot make a distribution here: {error}")
+    return keras.distribution.DataParallel(device_mesh=mesh, auto_shard_dataset=False)
+
+
+class UserDistribution(keras.distribution.DataParallel.__base__):
+    """A distribution that each version of Keras can make on each backend."""
+
+    def __init__(self):
+        super().__init__(
+            keras.distribution.DeviceMesh((2,), ["batch"], ["cpu:0", "cpu:1"])
+        )
 
 
 @contextlib.contextmanager
@@ -62,18 +67,16 @@ USES = {
 
 
 @pytest.mark.parametrize("method", USES)
-@pytest.mark.parametrize(
-    "activate", [set_for_process, keras.distribution.DataParallel.scope]
-)
+@pytest.mark.parametrize("activate", [set_for_process, UserDistribution.scope])
 def test_active_distribution_is_refused(method, activate, two):
     with two.scope():
         model = make()
     before = model.get_weights()
-    with activate(data_parallel()), pytest.raises(RuntimeError) as error:
+    with activate(UserDistribution()), pytest.raises(RuntimeError) as error:
         USES[method](two, model)
     message = str(error.value)
     assert f"`{method}` of {two!r}" in message
-    assert "the distribution DataParallel is active" in message
+    assert "the distribution UserDistribution is active" in message
     assert "`keras.distribution.set_distribution(None)`" in message
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
@@ -83,7 +86,7 @@ def test_active_distribution_is_refused(method, activate, two):
 def test_distribution_set_in_scope_is_refused(two):
     with two.scope():
         model = make()
-        with set_for_process(data_parallel()), pytest.raises(RuntimeError):
+        with set_for_process(UserDistribution()), pytest.raises(RuntimeError):
             model.fit(X, Y, verbose=0)
 
 
@@ -118,10 +121,15 @@ def skip_without_orbax():
     if not hasattr(keras.callbacks, "OrbaxCheckpoint"):
         pytest.skip("this version of Keras has no OrbaxCheckpoint")
     pytest.importorskip("orbax.checkpoint")
-    if keras.backend.backend() == "jax":
-        util = importlib.import_module("keras.src.saving.orbax_util")
-        if "checkpointable_name" not in inspect.getsource(util):
-            pytest.skip("this version of Keras may read the wrong item of a checkpoint")
+
+
+def can_load_from_orbax() -> bool:
+    """Return False if Keras finds the weights of a checkpoint by chance."""
+    # Keras 3.14 on JAX lets Orbax choose an item while a distribution is active. Its
+    # own DataParallel cannot load a checkpoint either.
+    module = importlib.import_module("keras.src.saving.orbax_util")
+    names_item = "checkpointable_name" in inspect.getsource(module)
+    return names_item or keras.backend.backend() != "jax"
 
 
 def orbax_checkpoint(folder, **options):
@@ -166,6 +174,10 @@ def save_and_load(how, saver, loader, folder):
 @pytest.mark.parametrize("how", ["model.keras", "model.weights.h5", "orbax"])
 def test_saved_models_load_on_the_other_side(how, two, tmp_path):
     skip_without_data_parallel()
+    if how == "orbax":
+        skip_without_orbax()
+        if not can_load_from_orbax():
+            pytest.skip("this version of Keras cannot load it under a distribution")
     expected = save_and_load(how, None, None, tmp_path / "one")
     for name, sides in {
         "to a strategy": (Distributed(), two),
@@ -185,6 +197,8 @@ def test_orbax_checkpoint_continues_training(in_background, tmp_path):
         options = {"save_on_background": in_background, "max_to_keep": 1}
         fit(strategy, model, [orbax_checkpoint(folder, **options)], UNEVEN)
         assert [path.name for path in folder.iterdir()] == ["1"]  # the last epoch
+        if not can_load_from_orbax():
+            return []
         with scope(strategy):
             loaded.optimizer.build(loaded.trainable_variables)
             loaded.load_weights(folder)
