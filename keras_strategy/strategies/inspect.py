@@ -19,7 +19,11 @@ from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.variables_optimizers import byte_count, variables_of
 from keras_strategy.training import ownership
-from keras_strategy.training.sharding import is_sharded, shard_spec_of
+from keras_strategy.training.sharding import (
+    flat_shards_of,
+    is_sharded,
+    shard_spec_of,
+)
 from keras_strategy.values import DistributedValues
 
 if TYPE_CHECKING:
@@ -144,8 +148,10 @@ def visualize(value: Any) -> Placement:
         return _placement_of_model(value)
     if isinstance(value, keras.Variable):
         strategy = ownership.strategy_of_variable(value)
-        components = _components(strategy, value)
         title = f"variable {value.path!r}, aggregation {value.aggregation!r}"
+        if flat_shards_of(value) is not None:
+            return _placement_of_shards(title, strategy, value)
+        components = _components(strategy, value)
         return _placement_of_components(title, strategy, components)
     return _placement_of_value(value)
 
@@ -161,23 +167,41 @@ def _placement_of_model(model: keras.Model) -> Placement:
         "optimizer": optimizer.variables if optimizer is not None else [],
     }
 
-    def sizes(parts: Iterable[Iterable[Any]]) -> list[str]:
-        sizes = [sum(map(_bytes, group)) for group in parts]
-        return [_in_units(size) for size in (*sizes, sum(sizes))]
+    def in_units(sizes: Iterable[Iterable[int]]) -> list[str]:
+        sums = list(map(sum, sizes))
+        return [_in_units(size) for size in (*sums, sum(sums))]
 
     columns = (*groups, "all")
     central = getattr(strategy, "parameter_device", None)
     if central is not None:
-        row = (central, *sizes([v.value for v in group] for group in groups.values()))
+        sizes = [[_bytes(v.value) for v in group] for group in groups.values()]
+        row = (central, *in_units(sizes))
         return Placement(f"{title}, kept on one device", ("device", *columns), (row,))
-    components = [
-        [_components(strategy, v) for v in group] for group in groups.values()
-    ]
+    local = [[_local_bytes(strategy, v) for v in group] for group in groups.values()]
     cells = [
-        sizes([parts[i] for parts in group] for group in components)
+        in_units([sizes[i] for sizes in group] for group in local)
         for i in range(_count_components(strategy))
     ]
     return _by_replica(title, columns, strategy, cells)
+
+
+def _placement_of_shards(title: str, strategy: Any, variable: Any) -> Placement:
+    shards: Any = flat_shards_of(variable)
+    bounds = [shards.bounds[r] for r in strategy.extended.local_replicas]
+    sizes = strategy.extended.group.local_bytes(variable)
+    cells = [
+        (f"{begin} to {end} of {shards.shape}", _dtype(variable), _in_units(size))
+        for (begin, end), size in zip(bounds, sizes, strict=True)
+    ]
+    return _by_replica(title, ("elements", "dtype", "bytes"), strategy, cells)
+
+
+def _local_bytes(strategy: Any, variable: Any) -> Sequence[int]:
+    """Return a variable's bytes on each local replica."""
+    owner = ownership.strategy_of_variable(variable)
+    if owner is not None and flat_shards_of(variable) is not None:
+        return owner.extended.group.local_bytes(variable)
+    return list(map(_bytes, _components(strategy, variable)))
 
 
 def _placement_of_value(value: Any) -> Placement:

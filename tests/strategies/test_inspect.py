@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
+from keras_strategy.core.registry import get_engine
 
 
 def test_inspect_model_and_optimizer(two):
@@ -23,6 +24,29 @@ def test_inspect_model_and_optimizer(two):
         assert 84 < int(row[4].removesuffix(" B")) <= 96
     text = repr(seen)
     assert "cpu:1" in text and "MirroredStrategy" in text
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_inspect_shards(shard):
+    engine = get_engine()
+    if engine.name == "jax" or engine.sharding_unsupported_reason(shard):
+        pytest.skip("another layout of shards")
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"], shard=shard).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5)])
+        model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
+        model.optimizer.build(model.trainable_variables)
+    sharded = model.optimizer.variables[-2:]
+    if shard == "parameters":
+        sharded += model.trainable_variables
+        # 20 elements of the kernel and the bias.
+        assert [row[2] for row in ks.visualize(model).rows] == ["40 B", "40 B"]
+    for variable in sharded:
+        shape = tuple(variable.shape)
+        first, second = ks.visualize(variable).rows
+        end = int(first[2].split()[2])
+        assert first[2] == f"0 to {end} of {shape}"
+        assert second[2] == f"{end} to {np.prod(shape)} of {shape}"
+        assert first[4] == f"{4 * end} B"
 
 
 def test_inspect_variable(two):
