@@ -118,6 +118,7 @@ class Found(NamedTuple):
 
 def _of_workers(width: int, backend: str) -> None:
     """Print the table where each device has a process."""
+    from keras_strategy.core.registry import get_engine
     from keras_strategy.testing import WorkerRunner
 
     of_worker = importlib.import_module(f"benchmarks.memory_{backend}").of_worker
@@ -126,8 +127,11 @@ def _of_workers(width: int, backend: str) -> None:
         "| collectives of a step | sent by each device |\n"
         "| --- | --- | --- | --- | --- | --- | --- |"
     )
-    for workers in (1, 2, 4):
-        for shard in (None, "optimizer") if workers > 1 else (None,):
+    shards = [None, "optimizer"]
+    if get_engine().sharding_unsupported_reason("parameters") is None:
+        shards.append("parameters")
+    for workers in (1, 2, 4, 8):
+        for shard in shards if workers > 1 else (None,):
             with WorkerRunner(workers, timeout_seconds=900) as runner:
                 of_each = runner.run(of_worker, width, shard)
             found = max(of_each, key=lambda one: one.most)

@@ -92,7 +92,7 @@ def check_batch_statistics(batch_statistics: Any) -> str | None:
     )
 
 
-def check_shard(shard: Any, engine: Any) -> str | None:
+def check_shard(shard: Any, engine: Any, cross_device_ops: Any = None) -> str | None:
     """Return the argument; raise if it is invalid, or unsupported by the backend."""
     if shard not in (None, "optimizer", "parameters"):
         raise ValueError(
@@ -105,6 +105,13 @@ def check_shard(shard: Any, engine: Any) -> str | None:
         raise UnsupportedBackendError(
             f"shard={shard!r} is not available with the Keras backend '{engine.name}': "
             f"{reason}"
+        )
+    is_custom = cross_device_ops is not None and cross_device_ops.has_custom_reduce
+    if shard == "parameters" and engine.reduces_in_backward and is_custom:
+        raise ValueError(
+            "shard='parameters' reduces gradients in the backward pass, so it cannot "
+            "use a `cross_device_ops` of your own. Omit one of the two, or use "
+            f"shard='optimizer'. Received: cross_device_ops={cross_device_ops!r}"
         )
     return shard
 

@@ -90,7 +90,7 @@ class Snapshot:
 
     def _variable_restorers(self, variable: Any) -> list[Callable[[], None]]:
         group = self._group
-        if is_sharded(variable):
+        if is_sharded(variable) and not variable.trainable:
             return []  # of an optimizer, which applies no gradients meanwhile
         values = [_to_numpy(x) for x in group.components(variable)]
         first, *rest = values
@@ -114,7 +114,7 @@ class Snapshot:
         """Return the variables' values as one device has them; None without one."""
         return [
             None
-            if is_sharded(variable)
+            if (is_sharded(variable) and not variable.trainable)
             or (is_sync_on_read(variable) and variable.aggregation == "none")
             else _to_numpy(variable.value)
             for variable in self.variables

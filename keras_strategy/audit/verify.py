@@ -19,12 +19,16 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import has_rows, map_rows
 from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.keras_patches.trainer import build_from_batch
+from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.options import RunOptions
 from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.train_step import count_rows
 from keras_strategy.values import DistributedValues, PerReplica, map_leaves
 
 logger = logging.getLogger("keras_strategy")
+
+# Most bytes of sharded weights that the first step's audit brings together.
+MAX_SHARDED_BYTES = 256 << 20
 
 MODES = ("off", "warn", "raise")
 # Set by `config.audit`.
@@ -338,8 +342,22 @@ class FirstStepAudit:
         # A later step is, where layers are built in the first.
         if self.is_done or not all(x.built for x in all_layers(self._model)):
             return False
-        self.is_done = find_user_code(find_objects([self._model])) is None
+        self.is_done = self._is_too_large() or (
+            find_user_code(find_objects([self._model])) is None
+        )
         return not self.is_done
+
+    def _is_too_large(self) -> bool:
+        """Return True for a sharded model that an audit would bring together."""
+        size = sum(map(byte_count, self._model.trainable_variables))
+        if self._strategy.shard != "parameters" or size <= MAX_SHARDED_BYTES:
+            return False
+        logger.info(
+            "The first step of the model '%s' is not audited, since that needs all of "
+            "its %.0f MB on one device. `ks.verify(model, x, y)` does it.",
+            *(self._model.name, size / 1e6),
+        )
+        return True
 
     def run(self, batch: Any) -> None:
         """Audit the step on a global batch, or a worker's rows of it."""

@@ -260,6 +260,9 @@ class Engine(Protocol):
     def list_devices(self, device_type: str | None = None) -> list[str]:
         """Return the local devices of a type; by default accelerators, or else CPUs."""
 
+    # True if gradients of sharded weights are reduced before an optimizer gets them.
+    reduces_in_backward = False
+
     def sharding_unsupported_reason(self, shard: str) -> str | None:
         """Return why `shard` is unsupported, and what works; None if supported."""
 

@@ -94,6 +94,12 @@ class ComponentGroup(ReplicaGroup):
                 self.set_initial_value(variable, value)
         return len(chiefs)
 
+    def shard_weights(self, variables: Sequence[Any]) -> None:
+        """Shard variables that have the chief's values, if this strategy does."""
+
+    def prepare_slot(self, weight: Any, sharding: Any) -> None:
+        """Prepare a weight for a slot that an optimizer shards."""
+
     def initial_value(self, variable: Any) -> Any:
         """Return this worker's value, for a comparison with the chief's."""
 

@@ -33,6 +33,9 @@ stored_value: Callable[[Any], Any] = attrgetter("_value")
 stored_dtype: Callable[[Any], str] = attrgetter("_dtype")
 """Return the dtype of the stored value, also in an autocast scope."""
 
+is_autocast: Callable[[Any], bool] = attrgetter("_autocast")
+"""Return True if an autocast scope changes the dtype in which it is read."""
+
 # The original, so that an increment is not aggregated twice.
 _assign_as_is = keras.Variable.assign
 

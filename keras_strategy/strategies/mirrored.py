@@ -137,7 +137,7 @@ class MirroredStrategy(Strategy):
         check_cross_device_ops(cross_device_ops)
         self._batch_statistics = check_batch_statistics(batch_statistics)
         self._cross_device_ops = cross_device_ops
-        self._shard = check_shard(shard, get_engine())
+        self._shard = check_shard(shard, get_engine(), cross_device_ops)
         self._devices = resolve_local_devices(devices)
         super().__init__(StrategyExtended(self, self._devices, cross_device_ops))
 

@@ -172,5 +172,7 @@ def broadcast_from_chief(strategy: Any, variables: Sequence[Any]) -> None:
     # A worker that reads in the middle of a scope has fewer variables than one at its
     # end. The remaining ones are made and broadcast later.
     while variables:
-        num_synced = strategy.extended.group.sync_initial_values(variables)
+        group = strategy.extended.group
+        num_synced = group.sync_initial_values(variables)
+        group.shard_weights(variables[:num_synced])
         variables = variables[num_synced:]

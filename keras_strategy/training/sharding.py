@@ -146,17 +146,25 @@ class OptimizerSharding:
 
     def shards_for(self, weight: Any, shape: Sequence[int]) -> FlatShards:
         """Return the shards of a weight's state; all workers call it in one order."""
+        stored = flat_shards_of(weight)
+        if stored is not None and stored.shape == tuple(shape):
+            return stored
         replicas, size = len(self._loads), math.prod(shape)
         if self.elementwise:
             ends = [size * replica // replicas for replica in range(replicas + 1)]
         else:
-            if id(weight) not in self._owners:
-                owner = min(range(replicas), key=self._loads.__getitem__)
-                self._loads[owner] += math.prod(weight.shape)
-                self._owners[id(weight)] = weight, owner
-            _, owner = self._owners[id(weight)]
+            owner = self.owner_of(weight)
             ends = [0] * (owner + 1) + [size] * (replicas - owner)
         return FlatShards(tuple(shape), tuple(itertools.pairwise(ends)))
+
+    def owner_of(self, weight: Any) -> int:
+        """Return the replica that updates a weight."""
+        # All workers call it in one order.
+        if id(weight) not in self._owners:
+            owner = min(range(len(self._loads)), key=self._loads.__getitem__)
+            self._loads[owner] += math.prod(weight.shape)
+            self._owners[id(weight)] = weight, owner
+        return self._owners[id(weight)][1]
 
     def gradient_indices(self, replica: int, weights: Sequence[Any]) -> list[int]:
         """Return the indices of the gradients that a replica applies."""

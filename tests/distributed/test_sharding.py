@@ -19,7 +19,7 @@ def test_two_workers_equal_one_device(shard, starter, tmp_path):
     one = jobs.train(None, str(tmp_path), alone=True)
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
         results = runner.run(jobs.train, shard, str(tmp_path))
-    for result in results:
+    for rank, result in enumerate(results):
         for a, b in zip(one["fitted"], result["fitted"], strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5)
         for a, b in zip(result["fitted"], result["loaded"], strict=True):
@@ -41,6 +41,8 @@ def test_two_workers_equal_one_device(shard, starter, tmp_path):
         # Kernels of 6 * 12 and 12, a bias of 12, and one of 1 that stays whole.
         split, whole = 4 * (72 + 12 + 12), 4
         parameters = split + whole if shard == "optimizer" else split // 2 + whole
+        if shard == "parameters" and get_engine().name == "torch":
+            parameters = 4 * (49, 48)[rank]  # of 97 elements
         assert result["bytes"].parameters == (parameters,)
         assert result["bytes"].slots[0] < 2 * (split // 2 + whole) + 17
     first, second = results

@@ -8,6 +8,7 @@ tf.distribute.MirroredStrategy on TensorFlow.
 
 import argparse
 import functools
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -138,6 +139,7 @@ def main() -> int:
         type=_names,
         help="such as none,optimizer",
     )
+    parser.add_argument("--processes", action="store_true", help="one per replica")
     parser.add_argument("--native", action="store_true", help="the peer's column too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -162,22 +164,28 @@ def main() -> int:
     print(f"| row | {' | '.join(columns)} |")
     print("| --- |" + " --- |" * len(columns), flush=True)
     passed = failed = 0
-    for case in random.each() if options.random else all_cases():
-        if not any(text in case.name for text in options.only.split("|")):
-            continue
+    cases = [
+        case
+        for case in (random.each() if options.random else all_cases())
+        if any(text in case.name for text in options.only.split("|"))
+    ]
+    if options.processes:
+        workers = importlib.import_module("tests.equality.workers")
+        names = [case.name for case in cases if backend not in case.not_on]
+        trainers = [
+            workers.train_with_processes(names, options.rows, n, s) for n, s in ways
+        ]
+    else:
+        trainers = [
+            lambda case, rows, n=n, s=s: run(case, rows, mirrored(case, n, s))
+            for n, s in ways
+        ]
+    for case in cases:
         if backend in case.not_on:
             print(f"| {case.name} | {case.not_on[backend]} |", flush=True)
             continue
         ones: dict = {}
-        cells = [
-            cell(
-                case,
-                lambda case, rows, n=n, s=s: run(case, rows, mirrored(case, n, s)),
-                ones,
-                options.rows,
-            )
-            for n, s in ways
-        ]
+        cells = [cell(case, trainer, ones, options.rows) for trainer in trainers]
         good = all(ok for _, ok in cells)
         passed, failed = passed + good, failed + (not good)
         texts = [text for text, _ in cells]

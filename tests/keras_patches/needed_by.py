@@ -34,6 +34,7 @@ _NUMBERS = "tests/training/test_random_numbers.py"
 _EVERY = "test_every_random_function"
 _FUNCTIONS = "normal uniform randint gamma beta binomial categorical shuffle"
 _SHARDING = "tests/training/test_sharding.py"
+_TORCH_SHARDING = "tests/backends/test_torch_sharding.py"
 _OWN = (
     "tests/training/test_per_replica_attributes.py"
     "::test_layer_attributes_are_per_replica"
@@ -353,6 +354,22 @@ NEEDED_BY = {
     "backends.torch.patches Layer._track_variables": (
         "torch",
         "tests/distributed/test_uneven_rounds.py::test_scope_compares_variables_once",
+    ),
+    "backends.torch.patches Layer._post_track_variable": (
+        "torch",
+        f"{_TORCH_SHARDING}::test_programs_equal_one_device[2-LoRA]",
+    ),
+    "backends.torch.patches Layer.state_dict": (
+        "torch",
+        f"{_TORCH_SHARDING}::test_state_dict_is_refused",
+    ),
+    "backends.torch.patches Layer.load_state_dict": (
+        "torch",
+        f"{_TORCH_SHARDING}::test_state_dict_is_refused",
+    ),
+    "backends.torch.patches_optimizers LossScaleOptimizer.check_finite": (
+        "torch",
+        f"{_SHARDING}::test_equality_table_with_sharding[mixed_float16]",
     ),
     "backends.torch.patches_optimizers Adam._parallel_update_step": (
         "torch",

@@ -60,8 +60,8 @@ class TensorFlowEngine(Engine):
             return None
         return (
             "native tf.distribute stores each trained variable in full on each device. "
-            "shard='optimizer' shards the optimizer's slots; KERAS_BACKEND=jax also "
-            "shards the parameters."
+            "shard='optimizer' shards the optimizer's slots; KERAS_BACKEND=torch and "
+            "KERAS_BACKEND=jax also shard the parameters."
         )
 
     def logical_devices_unsupported_reason(self) -> str:

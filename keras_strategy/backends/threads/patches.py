@@ -105,6 +105,10 @@ class ReplicaScope(keras.StatelessScope):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.replica = replica
 
+    def local_value(self, variable: Any) -> Any:
+        """Return what the replica stores of a variable: maybe only a shard."""
+        return self.get_current_value(variable)
+
 
 class MergedScope(keras.StatelessScope):
     """The variables as a `merge_call` sees them: those of all replicas."""
@@ -121,7 +125,7 @@ class MergedScope(keras.StatelessScope):
         self._scopes, self._aggregate, self._topology = scopes, aggregate, topology
 
     def components(self, variable: Any) -> list[Any]:
-        return [s.get_current_value(variable) for s in self._scopes]
+        return [s.local_value(variable) for s in self._scopes]
 
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
         for scope, value in zip(self._scopes, values, strict=True):

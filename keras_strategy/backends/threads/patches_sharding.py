@@ -57,20 +57,34 @@ def shard_adopted_slot(strategy: Any, slot: Any) -> bool:
 def _shard(strategy: Any, optimizer: Any, slot: Any, weight: Any) -> bool:
     if strategy.shard is None or strategy.num_replicas_in_sync == 1:
         return False
-    if not is_elementwise(optimizer) and not is_per_weight(optimizer):
-        _warn_of_no_sharding(type(optimizer))
-        return False
-    if weight.overwrite_with_gradient:  # each replica overwrites all of it
-        return False
-    sharding = vars(optimizer).get(OPTIMIZER_SHARDING)
-    if sharding is None:
-        sharding = OptimizerSharding(
-            strategy.num_replicas_in_sync, is_elementwise(optimizer)
-        )
-        vars(optimizer)[OPTIMIZER_SHARDING] = sharding
+    sharding = get_or_create_sharding(strategy, optimizer)
+    if sharding is None or weight.overwrite_with_gradient:
+        return False  # each replica updates or overwrites all of the weight
+    strategy.extended.group.prepare_slot(weight, sharding)
     strategy.extended.group.share(slot, sharding.shards_for(weight, slot.shape))
     sharding.slots.append(slot)
     return True
+
+
+def get_or_create_sharding(strategy: Any, optimizer: Any) -> OptimizerSharding | None:
+    """Return how an optimizer is sharded; None, with a warning, if it cannot be."""
+    sharding = optimizer_sharding_of(optimizer)
+    if sharding is not None:
+        return sharding
+    elementwise = is_elementwise(optimizer)
+    if elementwise or is_per_weight(optimizer):
+        sharding = OptimizerSharding(strategy.num_replicas_in_sync, elementwise)
+        vars(optimizer)[OPTIMIZER_SHARDING] = sharding
+        return sharding
+    if strategy.shard == "parameters":
+        raise ValueError(
+            "shard='parameters' needs one of Keras's optimizers, since the update of a "
+            "weight may depend on all of it. Received: the optimizer "
+            f"{type(optimizer).__name__}. Use shard='optimizer', or KERAS_BACKEND=jax, "
+            "which shards the state of any optimizer."
+        )
+    _warn_of_no_sharding(type(optimizer))
+    return None
 
 
 @functools.cache  # once

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import torch
 
-from keras_strategy.backends.torch.state import find_components
+from keras_strategy.backends.torch.state import ShardedGradient, find_components
 from keras_strategy.backends.torch.training import BatchFunction
 from keras_strategy.core.context import cross_replica_scope
 from keras_strategy.core.protocols import AuditAdapter
@@ -48,7 +48,9 @@ class Adapter(AuditAdapter):
 
     def stored_tensors(self, variable: Any) -> Sequence[torch.Tensor]:
         components = find_components(variable)
-        return [stored_value(variable)] if components is None else components.tensors
+        if components is None:
+            return [stored_value(variable)]
+        return components.all_tensors()
 
     def gradient_restorers(self, variable: Any) -> list[Callable[[], None]]:
         return [
@@ -85,4 +87,6 @@ class Adapter(AuditAdapter):
 def _copy_of_gradient(x: torch.Tensor) -> torch.Tensor | None:
     if not x.is_leaf or x.grad is None:
         return None
-    return x.grad.detach().clone()
+    # Nothing writes to a sharded one.
+    is_sharded = isinstance(x.grad, ShardedGradient)
+    return x.grad if is_sharded else x.grad.detach().clone()

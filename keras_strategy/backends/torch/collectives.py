@@ -156,11 +156,12 @@ class TorchWorkers(WorkerCollectives):
 
     def reduce_scatter_weighted(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: list[Any],
         weight: float | None,
         shards: Sequence[FlatShards],
     ) -> list[torch.Tensor]:
         """Return this worker's shards of the sums of the workers' weighted tensors."""
+        # The list loses the tensors that were sent, so that their memory can be freed.
         # Each worker sends the others their shards and adds up what it receives, half
         # the traffic of an all-reduce. gloo's `reduce_scatter` sends as much as that.
         shape = (sum([tensor.numel() for tensor in tensors]),)
@@ -179,32 +180,67 @@ class TorchWorkers(WorkerCollectives):
                     for flat, (begin, end) in zip(flats, of_rank, strict=True)
                 ]
             )
+            del flats
+            for index in bucket:
+                tensors[index] = None
             scale_in_place(sent, weight)
             local = sizes[self.rank]
-            received = sent.new_empty(self.size * sum(local))
-            with self.track_operation(name):
-                dist.all_to_all_single(
-                    received, sent, [sum(local)] * self.size, list(map(sum, sizes))
-                )
-            sums = received.view(self.size, sum(local)).sum(0).split(local)
+            sums = self._sum_parts(name, sent, list(map(sum, sizes))).split(local)
             for shard, spec in zip(sums, specs, strict=True):
                 results.append(shard.view(spec.shape_of(self.rank)))
         return results
+
+    def _sum_parts(
+        self, name: str, sent: torch.Tensor, sizes: Sequence[int]
+    ) -> torch.Tensor:
+        """Send each worker its part of a flat tensor; sum those that have come."""
+        local = sizes[self.rank]
+        received = sent.new_empty(self.size * local)
+        with self.track_operation(name):
+            dist.all_to_all_single(received, sent, [local] * self.size, list(sizes))
+        return received.view(self.size, local).sum(0)
+
+    def sum_shards(self, name: str, groups: Sequence[dict[int, torch.Tensor]]) -> None:
+        """Sum the workers' shards by replica; leave each worker its replicas'."""
+        replicas = len(groups[0]) // self.size  # of each worker
+        by_worker = [
+            [
+                group[worker * replicas + local]
+                for group in groups
+                for local in range(replicas)
+            ]
+            for worker in range(self.size)
+        ]
+        sizes = [sum([part.numel() for part in parts]) for parts in by_worker]
+        home = by_worker[0][0]
+        self._verify(f"{name} (shares)", home, (sum(sizes),))
+        sent = torch.cat(
+            [p.reshape(-1).to(home.device) for ps in by_worker for p in ps]
+        )
+        sums = self._sum_parts(name, sent, sizes)
+        own = by_worker[self.rank]
+        for total, part in zip(sums.split([p.numel() for p in own]), own, strict=True):
+            part.copy_(total.view(part.shape))
 
     def sum_all(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return map_flattened(tensors, lambda flat: self.sum(name, flat))
 
     def gather(
-        self, name: str, tensor: torch.Tensor, axis: int
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        axis: int,
+        counts: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, list[int]]:
         axis %= max(tensor.ndim, 1)
         tensor = tensor.detach()
         others = tuple(tensor.shape[:axis]) + tuple(tensor.shape[axis + 1 :])
         self._verify(name, tensor, others, f" other than axis {axis}")
         rows = tensor.movedim(axis, 0)
-        size = torch.tensor([len(rows)], device=tensor.device)
-        counts = self.gather_rows(name, size, [1] * self.size).tolist()
-        return self.gather_rows(name, rows, counts).movedim(0, axis), counts
+        if counts is None:  # not all workers know them
+            size = torch.tensor([len(rows)], device=tensor.device)
+            counts = self.gather_rows(name, size, [1] * self.size).tolist()
+        return self.gather_rows(name, rows, counts).movedim(0, axis), list(counts)
 
     def gather_rows(
         self, name: str, rows: torch.Tensor, counts: Sequence[int]
@@ -223,8 +259,12 @@ class TorchWorkers(WorkerCollectives):
         received = sent.new_empty((self.size * longest, sent.shape[1]))
         with self.track_operation(name):
             getattr(dist, ALL_GATHER)(received, sent)
-        parts = zip(received.split(longest), counts, strict=True)
-        joined = torch.cat([part[:count] for part, count in parts])
+        short = [count for count in counts if count < longest]
+        if not any(short[1:]) and sorted(counts, reverse=True) == list(counts):
+            joined = received[: sum(counts)]  # in one piece
+        else:
+            parts = zip(received.split(longest), counts, strict=True)
+            joined = torch.cat([part[:count] for part, count in parts])
         return joined.view(rows.dtype).reshape(shape)
 
     def broadcast(

@@ -42,6 +42,7 @@ class TorchEngine(Engine):
     is_tensor: Any = staticmethod(torch.is_tensor)
     static_int: Any = staticmethod(int)
     connect: Any = staticmethod(collectives.connect)
+    reduces_in_backward = True
     _logical_cpus = 1
     _is_in_use = False  # by a strategy, so that the number of devices is final
 
@@ -54,12 +55,7 @@ class TorchEngine(Engine):
         return [f"{kind}:{index}" for index in range(counts.get(kind, 0))]
 
     def sharding_unsupported_reason(self, shard: str) -> str | None:
-        if shard == "optimizer":
-            return None
-        return (
-            "each device stores all of each weight. shard='optimizer' shards the "
-            "optimizer's state; KERAS_BACKEND=jax shards the parameters, too."
-        )
+        return None
 
     def logical_devices_unsupported_reason(self) -> str:
         return (

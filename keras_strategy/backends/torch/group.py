@@ -29,6 +29,7 @@ from keras_strategy.backends.torch.replica import (
     TorchReplica,
     returned_variable,
 )
+from keras_strategy.backends.torch.sharding import ReplicaReads, WeightUnits, unit_of
 from keras_strategy.backends.torch.state import (
     Layout,
     ShardedComponents,
@@ -87,6 +88,9 @@ class TorchGroup(ComponentGroup):
         self._attributes = GroupAttributes(len(devices), torch.is_tensor)
         self._lock = threading.Lock()
         self.buffers = FlatBufferPool()
+        self.units = None
+        if strategy.shard == "parameters" and self.topology.num_replicas > 1:
+            self.units = WeightUnits(self.layout)
 
     def scope(self):
         return keras.device(self._device)
@@ -142,6 +146,18 @@ class TorchGroup(ComponentGroup):
             return (byte_count(variable),) * len(self.devices)
         return tuple(t.nbytes for t in components.tensors)
 
+    def shard_weights(self, variables: Sequence[Any]) -> None:
+        """Shard new variables if the strategy shards its parameters."""
+        if self.units is not None:
+            self.units.shard(variables)
+
+    def prepare_slot(self, weight: Any, sharding: Any) -> None:
+        if self.units is not None:
+            ownership.broadcast_pending_values()  # after which it is sharded
+        unit = unit_of(weight)
+        if unit is not None:
+            unit.prepare_slot(weight, sharding)
+
     def share(self, variable: Any, shares: FlatShards) -> None:
         """Leave each replica its shard of an initialized variable."""
         ShardedComponents(variable, self.layout, shares)
@@ -164,9 +180,17 @@ class TorchGroup(ComponentGroup):
         # One run at a time: that of another Python thread waits.
         with scope(), self._lock:
             batch = find_batch_rows(args, kwargs)
-            if len(self.devices) == 1:
-                return InPlaceReplica(self, batch).run(fn, args, kwargs)
-            return self._run_in_turns(fn, args, kwargs, batch)
+            try:
+                if len(self.devices) > 1:
+                    return self._run_in_turns(fn, args, kwargs, batch)
+                replica = InPlaceReplica(self, batch)
+                if self.units is not None:
+                    replica.unit_reads = ReplicaReads(self.units, replica, (), {})
+                    fn = replica.unit_reads.track(fn)
+                return replica.run(fn, args, kwargs)
+            finally:
+                if self.units is not None:
+                    self.units.release()
 
     def _run_in_turns(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, batch: BatchRows | None
@@ -178,6 +202,12 @@ class TorchGroup(ComponentGroup):
             TorchReplica(self, index, turns, attributes[index], batch)
             for index in range(count)
         ]
+        functions, sums = [fn] * count, {}
+        if self.units is not None:
+            scopes = [replica.scope for replica in replicas]
+            for replica in replicas:
+                replica.unit_reads = ReplicaReads(self.units, replica, scopes, sums)
+            functions = [replica.unit_reads.track(fn) for replica in replicas]
         # Replicas have this thread's settings.
         settings, gradients = copy_settings(), torch.is_grad_enabled()
 
@@ -198,7 +228,7 @@ class TorchGroup(ComponentGroup):
                 # No replica writes before all of them have reached this point.
                 outputs = replica.exchange(
                     "the end of the function",
-                    fn(*local_args, **local_kwargs),
+                    functions[index](*local_args, **local_kwargs),
                     lambda outputs: regroup(
                         outputs,
                         torch.is_tensor,
@@ -221,6 +251,8 @@ class TorchGroup(ComponentGroup):
         except BaseException as error:
             self._roll_back(error, replicas)
             raise
+        finally:
+            sums.clear()  # the replicas are part of a reference cycle
         self._attributes.commit(attributes)
         replicas[0].scope.record_versions()
         return outputs[0]

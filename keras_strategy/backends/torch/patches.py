@@ -26,6 +26,11 @@ from keras_strategy.backends.torch.replica import (
     TorchReplica,
     in_place_replica,
 )
+from keras_strategy.backends.torch.sharding import (
+    is_unit_complete,
+    reading_leaves,
+    unit_of,
+)
 from keras_strategy.backends.torch.training import BatchFunction
 from keras_strategy.core.context import distributed_replica, thread_state
 from keras_strategy.data.indexed_dataset import LoaderRowReader
@@ -156,7 +161,7 @@ def _value(original, self):
         if (
             components is None
             or components.is_tracked
-            or components.first is not tensor
+            or components.stored is not tensor
             or components.layout is not replica.layout
             or (
                 replica.step.is_applying
@@ -180,10 +185,11 @@ def _value(original, self):
         return original(self)
     if ownership.pending_values and current_stateless_scope() is None:
         ownership.broadcast_pending_values()
+        return _value(original, self)  # it may be sharded now
     if (
         components is None
         or not components.on_read
-        or components.first is not stored_value(self)
+        or components.stored is not stored_value(self)
         or current_stateless_scope() is not None
     ):
         return original(self)
@@ -193,10 +199,25 @@ def _value(original, self):
     return self._maybe_autocast(value)
 
 
-@hook(keras.Variable, "_initialize", "(self, value)", when=in_scope_of_workers)
+def _in_scope_with_pending_values() -> Any:
+    """Return the current scope's strategy if it changes or shards initial values."""
+    strategy = in_scope_of_workers() or in_distributed_scope()
+    if strategy is None or strategy.extended.cluster is not None:
+        return strategy
+    return strategy if strategy.shard == "parameters" else None
+
+
+@hook(
+    keras.Variable, "_initialize", "(self, value)", when=_in_scope_with_pending_values
+)
 def _initialize(original, strategy, self, value):
     """Register the initial value, which becomes the chief's on every worker."""
+    # Weights to shard do not wait for the end of the scope, where they might not fit.
     original(self, value)
+    if strategy.shard == "parameters":
+        pending = [v for owner, v in ownership.pending_values if owner is strategy]
+        if is_unit_complete([*pending, self]):
+            ownership.broadcast_pending_values()
     ownership.pending_values.append((strategy, self))
 
 
@@ -226,18 +247,34 @@ def _init(original, replica, self, *args, **kwargs):
 # --- layers
 
 
-@multi_replica_only
-def _pending_values(layer):
-    """Return the variables whose initial values are not broadcast yet."""
-    return ownership.pending_values or None
-
-
-@hook(keras.Layer, "_track_variables", "(self)", when=_pending_values)
-def _track_variables(original, pending, self):
+@hook(
+    keras.Layer,
+    ("_track_variables", "_post_track_variable"),
+    ("self",),
+    multi_replica_only=True,
+)
+def _track_tensors(original, self, *args):
     """Register the tensors with torch without reading them."""
-    # The chief's values are written to them later.
-    with ownership.without_broadcast():
-        original(self)
+    # The chief's values are written to them later, and sharded weights keep theirs.
+    with ownership.without_broadcast(), reading_leaves():
+        original(self, *args)
+
+
+@multi_replica_only
+def _sharded_weight(layer):
+    """Return a sharded weight of a layer, or None."""
+    sharded = (v for v in layer.variables if unit_of(v) is not None)
+    return next(sharded, None)
+
+
+@hook(keras.Layer, ("state_dict", "load_state_dict"), (), when=_sharded_weight)
+def _state_dict(original, weight, self, *args, **kwargs):
+    """Refuse to read or write sharded weights as torch's own, which are NaN."""
+    raise RuntimeError(
+        f"`{original.__name__}` of '{self.name}' needs whole tensors, but the strategy "
+        f"shards its weights, such as '{weight.path}'. Use Keras's `save_weights` and "
+        "`load_weights`, or `get_weights` and `set_weights`."
+    )
 
 
 @hook(keras.Layer, "zero_grad", "(self, set_to_none=True)", when=in_replica)

@@ -17,16 +17,28 @@ from keras_strategy.backends.threads.patches import (
 from keras_strategy.backends.threads.patches_sharded_update import ShardedUpdateScope
 from keras_strategy.backends.threads.patches_sharding import (
     apply_outside_replicas_error,
-    optimizer_sharding_of,
+    get_or_create_sharding,
 )
 from keras_strategy.backends.torch.gradient_buckets import (
     MAX_BUCKET_BYTES,
     bucket_by_size,
 )
 from keras_strategy.backends.torch.replica import TorchReplica
-from keras_strategy.backends.torch.state import gradient_shard, shard_of
-from keras_strategy.keras_patches.patch import find_module, hook, in_replica
-from keras_strategy.training.sharding import FlatShards
+from keras_strategy.backends.torch.sharding import WeightUnits, unit_of
+from keras_strategy.backends.torch.state import (
+    ShardedGradient,
+    find_components,
+    gradient_shard,
+    shard_of,
+)
+from keras_strategy.keras_patches.patch import (
+    find_module,
+    hook,
+    in_distributed_scope,
+    in_replica,
+    multi_replica_only,
+)
+from keras_strategy.training.sharding import OPTIMIZER_SHARDING, FlatShards
 from keras_strategy.values import ReduceOp
 
 # The kernel of `torch.optim.Adam(fused=True)`, for all tensors at once.
@@ -180,10 +192,44 @@ def _gather_updated_weights(
 
 
 @hook(
+    keras.optimizers.LossScaleOptimizer,
+    "check_finite",
+    "(self, grads)",
+    when=in_replica,
+)
+def _check_finite(original, replica, self, grads):
+    """Check all shards of the gradients, of which each replica has one."""
+    if not any(isinstance(gradient, ShardedGradient) for gradient in grads):
+        return original(self, grads)
+    local = [
+        g.shard(replica.id) if isinstance(g, ShardedGradient) else g
+        for g in grads
+        if g is not None
+    ]
+    not_finite = torch.logical_not(original(self, local)).to(torch.float32)
+    return replica.all_reduce(ReduceOp.SUM, not_finite) == 0
+
+
+@multi_replica_only
+def _sharding_to_update(optimizer: Any) -> Any:
+    """Return how an optimizer's updates are sharded, if they are."""
+    sharding = vars(optimizer).get(OPTIMIZER_SHARDING)
+    if sharding is not None or not WeightUnits.exist:
+        return sharding
+    # It may have no slots.
+    strategy = in_distributed_scope()
+    if strategy is not None and any(
+        unit_of(variable) is not None for variable in optimizer._trainable_variables
+    ):
+        return get_or_create_sharding(strategy, optimizer)
+    return None
+
+
+@hook(
     keras.optimizers.Optimizer,
     "_backend_apply_gradients",
     "(self, grads, trainable_variables)",
-    when=optimizer_sharding_of,
+    when=_sharding_to_update,
 )
 def _apply_gradients(original, sharding, self, grads, trainable_variables):
     """Update the replica's shard with Keras's own code, then gather the weights."""
@@ -192,7 +238,9 @@ def _apply_gradients(original, sharding, self, grads, trainable_variables):
     replica = current_thread_replica()
     if replica is None or not replica.sees_replica_variables():
         scope = current_stateless_scope()
-        if scope is None or id(sharding.slots[0]) not in scope.state_mapping:
+        given = {} if scope is None else scope.state_mapping
+        sharded = [*sharding.slots, *self._trainable_variables]
+        if not any(id(variable) in given for variable in sharded):
             raise apply_outside_replicas_error(self)
         return original(self, grads, trainable_variables)
     weights = [v for v in self._trainable_variables if not v.overwrite_with_gradient]
@@ -201,14 +249,20 @@ def _apply_gradients(original, sharding, self, grads, trainable_variables):
     shards, updates = {}, {}
     for variable, tensor in zip(variables, tensors, strict=True):
         shards[id(variable)] = tensor.detach()
+    written: list[Any] = []
     for weight in weights:
         tensor, spec = shards[id(weight)], sharding.shards_for(weight, weight.shape)
+        if unit_of(weight) is not None:
+            written.append(find_components(weight))
+            continue
         shards[id(weight)] = shard_of(tensor, spec, replica.id)
         updates[id(weight)] = _ShardedUpdate(tensor, shards[id(weight)], spec)
     indices = sharding.gradient_indices(replica.id, trainable_variables)
     local_weights = [trainable_variables[index] for index in indices]
     local_grads = [
-        gradient_shard(grads[index], updates[id(weight)].shards, replica.id)
+        gradient_shard(
+            grads[index], sharding.shards_for(weight, weight.shape), replica.id
+        )
         for index, weight in zip(indices, local_weights, strict=True)
     ]
     scope = _TorchShardedUpdateScope(replica, shards, variables, indices, len(grads))
@@ -216,4 +270,7 @@ def _apply_gradients(original, sharding, self, grads, trainable_variables):
         with scope, scope.shapes(), replica.updating(scope):
             original(self, local_grads, local_weights)
         changed = weights if self.ema_overwrite_frequency else trainable_variables
-        _gather_updated_weights(replica, [updates[id(weight)] for weight in changed])
+        whole = [updates[id(weight)] for weight in changed if id(weight) in updates]
+        _gather_updated_weights(replica, whole)
+        if written:
+            replica.unit_reads.note_writes(written)

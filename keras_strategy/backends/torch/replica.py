@@ -26,16 +26,17 @@ from keras_strategy.backends.torch.collectives import map_flattened
 from keras_strategy.backends.torch.state import (
     COMPONENTS,
     Components,
+    GradientTerm,
+    ShardedGradient,
+    ShardedWriteScope,
     StagedWriteScope,
     find_components,
     get_or_create_components,
-    shard_of,
-    shard_only_gradient,
     sum_tensors,
 )
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import ReplicaAttributes
-from keras_strategy.core.step_state import BatchRows, row_ranges
+from keras_strategy.core.step_state import BatchRows, active_recorder, row_ranges
 from keras_strategy.keras_patches.patch import multi_replica_only
 from keras_strategy.keras_patches.random import dry_run_layer, layer_draws
 from keras_strategy.keras_patches.variables_optimizers import stored_value
@@ -79,13 +80,16 @@ class TorchReplica(ThreadReplica):
         self._generators: dict[torch.device, torch.Generator] = {}
         self._draws = 0
         self._updating: Any = None
+        self.unit_reads: Any = None  # if the strategy shards weights
         if batch is not None and batch.counts is not None:
             self.step.rows = row_ranges(batch.counts)[batch.first + index]
             self.step.draws, self.step.dry_run = layer_draws, dry_run_layer
 
     def make_scope(self) -> Any:
         # Variables refer to this object of the run, so it must not hold its results.
-        return StagedWriteScope(self, self._group.layout, self._turns.drawn)
+        is_sharded = self._group.units is not None
+        scope = ShardedWriteScope if is_sharded else StagedWriteScope
+        return scope(self, self._group.layout, self._turns.drawn)
 
     def sees_replica_variables(self) -> bool:
         """Return True if this thread reads and writes the replica's own tensors."""
@@ -93,8 +97,9 @@ class TorchReplica(ThreadReplica):
 
     def tensors_to_update(self, variables: Sequence[Any]) -> list[torch.Tensor]:
         """Return the tensors that the optimizer may write, in place."""
-        scope = self._updating or self.scope
-        return [scope.get_current_value(variable) for variable in variables]
+        if self._updating is None:
+            return list(map(self.scope.local_value, variables))
+        return list(map(self._updating.get_current_value, variables))
 
     @contextlib.contextmanager
     def updating(self, scope: Any) -> Iterator[None]:
@@ -148,6 +153,20 @@ class TorchReplica(ThreadReplica):
     def weighted_sum(
         self, tensors: Sequence[torch.Tensor], weight: float | None
     ) -> list[torch.Tensor]:
+        whole = [t for t in tensors if not isinstance(t, ShardedGradient)]
+        if len(whole) < len(tensors):
+            self._sum_terms([t for t in tensors if isinstance(t, ShardedGradient)])
+            sums = iter(self.weighted_sum(whole, weight) if whole else ())
+            is_recorded = active_recorder(self._strategy) is not None
+            return [
+                next(sums)
+                if not isinstance(tensor, ShardedGradient)
+                else self._gather_gradient(tensor)
+                if is_recorded
+                else tensor
+                for tensor in tensors
+            ]
+
         def sum_weighted(flat: torch.Tensor) -> torch.Tensor:
             if weight == 0:
                 flat = flat.zero_()  # it is a fresh copy
@@ -166,6 +185,32 @@ class TorchReplica(ThreadReplica):
                 ],
                 sum_weighted,
             )
+
+    def _gather_gradient(self, gradient: ShardedGradient) -> torch.Tensor:
+        with torch.no_grad():
+            shard = gradient.shard(self.id).reshape(-1)
+            return self.all_gather(shard, 0).view(gradient.shape)
+
+    def _sum_terms(self, gradients: Sequence[ShardedGradient]) -> None:
+        """Complete sums of gradients, when all replicas have added their own."""
+        terms = [term for gradient in gradients for term in gradient.terms]
+        workers = self.workers
+
+        def combine(by_replica: Sequence[list[GradientTerm]]) -> None:
+            if any(
+                list(map(id, others)) != list(map(id, terms)) for others in by_replica
+            ):
+                raise RuntimeError(
+                    "All replicas must pass gradients of the same backward passes to "
+                    "`optimizer.apply`, in the same order of variables."
+                )
+            pending = [term for term in terms if not term.is_summed]
+            if workers is not None and pending:
+                workers.sum_shards(self.step.reduction, [t.shards for t in pending])
+            for term in pending:
+                term.is_summed = True
+
+        self.exchange(self.step.reduction, terms, combine)
 
     def write(self, variable: Any, value: torch.Tensor) -> None:
         self.scope.add_update((variable, value))
@@ -206,7 +251,7 @@ def returned_variable(
 ) -> PerReplica:
     """Return the values of a variable that the replicas' function returned."""
     pairs = zip(replicas, variables, strict=True)
-    values = [replica.scope.get_current_value(variable) for replica, variable in pairs]
+    values = [replica.scope.local_value(variable) for replica, variable in pairs]
     values = [value.detach().clone() for value in values if value is not None]
     components = find_components(variables[0])
     return PerReplica(values if components is None else components.full_values(values))
@@ -284,10 +329,12 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
     def make_scope(self) -> "InPlaceReplica":
         return self  # as the scope of a `merge_call`
 
-    def get_current_value(self, variable: Any) -> torch.Tensor | None:
+    def local_value(self, variable: Any) -> torch.Tensor | None:
         if stored_value(variable) is None:
             return None
         return self.note_read(variable).first
+
+    get_current_value = local_value
 
     def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
         self.assign(*update)
@@ -309,13 +356,14 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
         components = vars(variable).get(COMPONENTS)
         if (
             components is None
-            or components.first is not tensor
+            or components.stored is not tensor
             or components.layout is not self.layout
         ):
             # Which first splits a sum over the replicas.
             components = get_or_create_components(variable, self.layout)
         if components.shards is not None:
-            value = shard_of(value, components.shards, self.id)
+            value = components.shard_to_write(self, value)
+        tensor = components.first
         if id(tensor) not in self.overwritten:
             self._save([tensor])
         with torch.no_grad():
@@ -332,11 +380,11 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
             tensor, components = stored_value(variable), vars(variable).get(COMPONENTS)
             if (
                 components is None
-                or components.first is not tensor
+                or components.stored is not tensor
                 or components.layout is not self.layout
             ):
-                get_or_create_components(variable, self.layout)
-            tensors.append(tensor)
+                components = get_or_create_components(variable, self.layout)
+            tensors.append(components.first)
         self._save(tensors)
         return tensors
 
@@ -372,6 +420,7 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
             optimizer is not None
             and OPTIMIZER_SHARDING in vars(optimizer)
             and self.sees_replica_variables()
+            and active_recorder(self._strategy) is None
             and not workers.can_overlap(tensors)
         ):
             shards = gradient_shards(optimizer, tensors, variables)
@@ -380,8 +429,13 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
                 return workers.all_reduce_weighted(
                     tensors, weight, self.buffers, variables
                 )
-            sums = workers.reduce_scatter_weighted(tensors, weight, shards)
-            return list(map(shard_only_gradient, tensors, sums))
+            sums = workers.reduce_scatter_weighted(list(tensors), weight, shards)
+            return [
+                ShardedGradient(
+                    tensor, [GradientTerm({self.id: shard}, is_summed=True)]
+                )
+                for tensor, shard in zip(tensors, sums, strict=True)
+            ]
 
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Call a function, and undo all of its effects if it fails."""

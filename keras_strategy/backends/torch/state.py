@@ -11,6 +11,7 @@ Of an optimizer's variable each replica may store a shard only, since it updates
 its shard of the weights.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from keras_strategy.backends.threads.patches import (
     unbuilt_variable_error,
 )
 from keras_strategy.backends.torch.collectives import TorchWorkers
+from keras_strategy.backends.torch.gradient_buckets import scale_in_place
 from keras_strategy.core import context
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.errors import MirrorError
@@ -42,7 +44,6 @@ from keras_strategy.training.variable_sync import (
 )
 
 COMPONENTS = "_ks_components"
-_LOCAL_SHARD = "_ks_local_shard"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Layout:
 class Components:
     """The tensors of one variable, and the version of the first."""
 
+    stored: torch.Tensor  # what Keras has, usually the first
     shards: FlatShards | None = None  # what each replica stores; None for all
     is_central = False  # True if one device stores the variable for all replicas
     run: object = None  # the last one that has used them
@@ -67,7 +69,7 @@ class Components:
         self.on_read = is_sync_on_read(variable)
         # True if replicas record their reads, see `StepState`.
         self.is_tracked = variable.aggregation == "sum" and not self.on_read
-        self.first = stored_value(variable)
+        self.first = self.stored = stored_value(variable)
         self.tensors = [self.first]
         # One for all replicas. Each works on a copy while it runs.
         self.is_central = layout.home is not None and not self.on_read
@@ -84,6 +86,10 @@ class Components:
         if self.on_read:
             # The replicas' values must aggregate to the initial one.
             self.assign(variable, first.clone())
+
+    def all_tensors(self) -> Sequence[torch.Tensor]:
+        """Return the tensors, and others that have the variable's gradients."""
+        return self.tensors
 
     def refresh(self, variable: Any) -> None:
         """Copy the first component to the others if other code wrote to it."""
@@ -122,6 +128,14 @@ class Components:
             for tensor, value in zip(self.tensors, values, strict=True):
                 tensor.copy_(value)
         self.version = self.first._version
+
+    def shard_to_write(self, replica: Any, value: torch.Tensor) -> torch.Tensor:
+        """Return what a replica is about to write of a value."""
+        return value
+
+    def seen_value(self, local: torch.Tensor) -> torch.Tensor:
+        """Return what Keras sees, given what a replica stores."""
+        return local
 
     def full_values(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the value on each local replica, given what each stores."""
@@ -168,7 +182,7 @@ class ShardedComponents(Components):
                 layout.topology.local_replicas, layout.devices, strict=True
             )
         ]
-        self.first = self.tensors[0]
+        self.first = self.stored = self.tensors[0]
         self.version = self.first._version
         set_flat_shards(variable, shards)
         initialize(variable, self.first)
@@ -176,6 +190,9 @@ class ShardedComponents(Components):
 
     def refresh(self, variable: Any) -> None:
         """Do nothing: no replica stores what another one does."""
+
+    def shard_to_write(self, replica: Any, value: torch.Tensor) -> torch.Tensor:
+        return shard_of(value, self.shards, replica.id)
 
     def assign_each(self, values: Sequence[torch.Tensor]) -> None:
         replicas = self.layout.topology.local_replicas
@@ -198,7 +215,7 @@ class ShardedComponents(Components):
         if isinstance(scope, MergedScope):
             return self.full_values(scope.components(variable))[0]
         if replica is not None:
-            shard = replica.scope.get_current_value(variable).detach().reshape(-1)
+            shard = replica.scope.local_value(variable).detach().reshape(-1)
             with torch.no_grad():
                 return replica.all_gather(shard, 0).view(self.shards.shape)
         if scope is not None and scope.get_current_value(variable) is not None:
@@ -215,20 +232,121 @@ def shard_of(full: torch.Tensor, shards: FlatShards, replica: int) -> torch.Tens
     return full.reshape(-1)[begin:end].view(shards.shape_of(replica))
 
 
-def shard_only_gradient(gradient: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return a stand-in for a gradient's sum of which only the local shard is known."""
-    # Its elements are NaN, for code that reads it without `gradient_shard`.
-    full = gradient.new_full((), math.nan).expand(gradient.shape)
-    setattr(full, _LOCAL_SHARD, shard)
-    return full
+def stand_in(
+    tensor: torch.Tensor, device: str | torch.device | None = None
+) -> torch.Tensor:
+    """Return a tensor of the same shape that has no memory; its elements are NaN."""
+    return tensor.new_full((), math.nan, device=device).expand(tensor.shape)
+
+
+class GradientTerm:
+    """The shards of a gradient of one backward pass, by the replicas' ids."""
+
+    def __init__(
+        self, shards: dict[int, torch.Tensor] | None = None, is_summed: bool = False
+    ):
+        self.shards = shards or {}
+        self.is_summed = is_summed  # over all replicas; until then over local ones
+
+    def add(
+        self,
+        gradient: torch.Tensor,
+        weight: float | None,
+        bounds: FlatShards,
+        devices: Sequence[str],
+    ) -> None:
+        """Add a local replica's gradient, times its row weight."""
+        for replica, device in enumerate(devices):
+            shard = shard_of(gradient, bounds, replica).to(device, copy=True)
+            # Before it is added, as a fused multiplication rounds otherwise: gradients
+            # that cancel out would not.
+            scale_in_place(shard, weight)
+            total = self.shards.setdefault(replica, shard)
+            if total is not shard:
+                total.add_(shard)
+
+
+class ShardedGradient(torch.Tensor):
+    """The sum of a gradient over the replicas, of which each has a shard."""
+
+    # Its own elements are NaN. The sum is that of `terms`.
+
+    terms: list[GradientTerm]
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, terms: Sequence[GradientTerm]):
+        self = stand_in(like.detach()).as_subclass(cls)
+        self.terms = list(terms)
+        return self
+
+    def __repr__(self) -> str:
+        return f"ShardedGradient(shape={tuple(self.shape)})"
+
+    def shard(self, replica: int) -> torch.Tensor:
+        """Return a replica's shard of the sum."""
+        first, *others = [term.shards[replica] for term in self.terms]
+        return sum(others, first)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args=(), kwargs=None) -> Any:
+        first = args[0] if args else None
+        if func in metadata_getters() and isinstance(first, cls):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
+        if (
+            func in _scalings()
+            and isinstance(first, cls)
+            and all(term.is_summed for term in first.terms)
+            and not any(torch.is_tensor(x) and x.numel() != 1 for x in args[1:])
+        ):
+            shards = {
+                replica: func(first.shard(replica), *args[1:], **kwargs or {})
+                for replica in first.terms[0].shards
+            }
+            like = next(iter(shards.values())).new_empty(()).expand(first.shape)
+            return cls(like, [GradientTerm(shards, is_summed=True)])
+        raise RuntimeError(
+            f"`{getattr(func, '__name__', func)}` needs a whole gradient, but each "
+            "replica has a shard of its sum, because of the strategy's `shard`. "
+            "Pass gradients to `optimizer.apply` as they are. Clip them with the "
+            "optimizer's `clipnorm`, `clipvalue` or `global_clipnorm`; or compute "
+            "whole ones with `keras_strategy.value_and_grad`."
+        )
+
+
+@functools.cache
+def metadata_getters() -> frozenset[Any]:
+    """Return what is known of a tensor without its elements."""
+    names = (
+        "shape dtype device ndim requires_grad is_leaf layout is_meta is_sparse "
+        "is_quantized is_cuda grad_fn"
+    )
+    tensor: Any = torch.Tensor
+    return frozenset(
+        [getattr(tensor, name).__get__ for name in names.split()]
+        + [tensor.dim, tensor.size, tensor.numel, tensor.__len__, tensor.nelement]
+        + [tensor.is_floating_point, tensor.is_complex, tensor.element_size]
+        + [torch.numel, torch.is_floating_point, torch.is_complex]
+    )
+
+
+@functools.cache
+def _scalings() -> frozenset[Any]:
+    """Return functions that scale or convert each element."""
+    names = "to mul multiply div divide true_divide __mul__ __rmul__ __truediv__"
+    found = [
+        getattr(of, n, None) for of in (torch, torch.Tensor) for n in names.split()
+    ]
+    return frozenset(found) - {None}
 
 
 def gradient_shard(
     gradient: torch.Tensor, shards: FlatShards, replica: int
 ) -> torch.Tensor:
-    """Return a replica's shard of a gradient's sum, see `shard_only_gradient`."""
-    shard = vars(gradient).get(_LOCAL_SHARD)
-    return shard_of(gradient, shards, replica) if shard is None else shard
+    """Return a replica's shard of a gradient's sum."""
+    if isinstance(gradient, ShardedGradient):
+        return gradient.shard(replica)
+    return shard_of(gradient, shards, replica)
 
 
 def sum_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -243,7 +361,7 @@ def find_components(variable: Any) -> Components | None:
     """Return a variable's components if replicas have used it."""
     components = variable.__dict__.get(COMPONENTS)
     # Keras replaces the tensor of a variable when it initializes it again.
-    if components is None or components.first is not stored_value(variable):
+    if components is None or components.stored is not stored_value(variable):
         return None
     return components
 
@@ -262,6 +380,9 @@ def get_or_create_components(variable: Any, layout: Layout) -> Components:
             return components
     if current_stateless_scope() is None:
         ownership.broadcast_pending_values()  # before it is copied
+        components = find_components(variable)
+        if components is not None and components.shards is not None:
+            return components
     components = vars(variable)[COMPONENTS] = Components(variable, layout)
     return components
 
@@ -270,6 +391,8 @@ class StagedWriteScope(ReplicaScope):
     """The variables as one replica reads and writes them."""
 
     # `run` identifies the run; it is the same object for all its replicas.
+
+    replica: Any
 
     def __init__(self, replica: Any, layout: Layout, run: object):
         super().__init__(replica)
@@ -332,6 +455,8 @@ class StagedWriteScope(ReplicaScope):
         self.changed_in_place[key] = variable
         return self._component(variable)
 
+    local_value = get_current_value
+
     def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
         variable, value = update
         if stored_value(variable) is None:
@@ -339,7 +464,7 @@ class StagedWriteScope(ReplicaScope):
         component = self._component(variable)
         components = self._components[id(variable)]
         if components.shards is not None:
-            value = shard_of(value, components.shards, self.replica.id)
+            value = components.shard_to_write(self.replica, value)
         if id(variable) in self.changed_in_place:
             with torch.no_grad():
                 component.copy_(value)
@@ -372,3 +497,15 @@ class StagedWriteScope(ReplicaScope):
         for key, components in self._components.items():
             if components.first._version != components.version:
                 components.check_mirrored(self._variables[key])
+
+
+class ShardedWriteScope(StagedWriteScope):
+    """The variables as one replica reads and writes them, if weights are sharded."""
+
+    def get_current_value(self, variable: Any) -> torch.Tensor | None:
+        # Keras calls it for regularizers.
+        value = self.local_value(variable)
+        components = find_components(variable)
+        if value is None or components is None:
+            return value
+        return components.seen_value(value)

@@ -68,6 +68,12 @@ class BatchFunction:
         self._may_lack_metrics = kind != "predict"
         self._compiled: Any = contextlib.nullcontext()
         if model.jit_compile and not model.run_eagerly:
+            if strategy.shard == "parameters":
+                raise ValueError(
+                    "jit_compile=True is not available with shard='parameters' on "
+                    "torch: a compiled graph cannot gather weights. Omit it in "
+                    f"`compile` of the model '{model.name}', or use shard='optimizer'."
+                )
             self._compiled = CompiledModel(model, strategy)
         self.expect_readers()
 

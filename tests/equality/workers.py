@@ -1,0 +1,50 @@
+"""The rows of the equality table with a process for each replica."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import keras_strategy as ks
+from keras_strategy.testing import WorkerRunner
+from tests.equality.__main__ import run
+from tests.equality.cases import Case, all_cases
+from tests.equality.compare import Trained
+
+# A trained row by its name and its number of rows, or the error that it raised.
+Results = dict[tuple[str, int], Trained | Exception]
+
+
+def run_rows(names: Sequence[str], numbers: Sequence[int], shard: str) -> Results:
+    """Train rows as one of several workers."""
+
+    @functools.cache
+    def strategy(batch_statistics):
+        return ks.MultiWorkerMirroredStrategy(
+            batch_statistics=batch_statistics, shard=shard
+        )
+
+    results: Results = {}
+    for case in all_cases():
+        for rows in numbers if case.name in names else ():
+            try:
+                trained = run(case, rows, strategy(case.batch_statistics))
+                results[case.name, rows] = dataclasses.replace(trained, model=None)
+            except Exception as error:
+                results[case.name, rows] = RuntimeError(f"{error}")
+    return results
+
+
+def train_with_processes(
+    names: Sequence[str], numbers: Sequence[int], replicas: int, shard: str | None
+) -> Callable[[Case, int], Trained]:
+    """Train rows in processes of one replica each, and return the chief's results."""
+    with WorkerRunner(replicas, timeout_seconds=3600) as runner:
+        found = runner.run(run_rows, list(names), list(numbers), shard)[0]
+
+    def result(case: Case, rows: int) -> Trained:
+        trained = found[case.name, rows]
+        if isinstance(trained, Exception):
+            raise trained
+        return trained
+
+    return result
