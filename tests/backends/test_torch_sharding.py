@@ -1,6 +1,7 @@
 """Sharded weights on torch: programs that use torch itself, errors and memory."""
 
 import gc
+import logging
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
 import keras_strategy as ks  # noqa: E402
+from keras_strategy.audit import verify  # noqa: E402
 from keras_strategy.backends.torch import sharding  # noqa: E402
 from keras_strategy.keras_patches.variables_optimizers import (  # noqa: E402
     stored_value,
@@ -215,6 +217,31 @@ def test_weights_are_never_whole(monkeypatch):
     assert storages(model) == [4] * 20
 
 
+def test_weights_are_sharded_before_the_scope_ends():
+    with strategy().scope():
+        model = keras.Sequential([keras.Input((20,)), layers.Dense(20)])
+        assert max(storages(model)) > 4
+        layers.Dense(20).build((None, 20))
+        assert storages(model) == [4, 4]
+
+
+def test_layers_from_outside_of_the_scope_form_units(one_device):
+    keras.utils.set_random_seed(1)
+    outside = jobs.dense()
+
+    def make():
+        return jobs.compiled(
+            keras.Sequential(outside.layers), keras.optimizers.SGD(0.1)
+        )
+
+    model = made(strategy(), make)
+    model.fit(jobs.X, jobs.Y, batch_size=jobs.BATCH, epochs=2, shuffle=False, verbose=0)
+    units = {id(sharding.unit_of(variable)) for variable in model.trainable_variables}
+    assert len(units) == 3  # of 336, 416 and 36 bytes
+    for a, b in zip(one_device["no slots"], model.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
 def test_gradients_outside_of_runs_are_whole():
     many = strategy()
     model, other = made(many), jobs.dense()
@@ -275,10 +302,11 @@ def test_different_assignments_are_refused():
     np.testing.assert_array_equal(kernel.numpy(), before)
 
 
-def test_weight_of_another_strategy_is_refused():
+@pytest.mark.parametrize("shard", [None, "parameters"])
+def test_weight_of_another_strategy_is_refused(shard):
     model = made(strategy())
     with pytest.raises(ValueError, match="sharded by another strategy"):
-        strategy(3).run(lambda: model.layers[0].kernel + 1)
+        ks.MirroredStrategy(CPUS, shard=shard).run(lambda: model.layers[0].kernel + 1)
 
 
 def test_weights_are_read_in_the_scope_that_makes_them():
@@ -290,6 +318,35 @@ def test_weights_are_read_in_the_scope_that_makes_them():
     assert all(np.isfinite(array).all() for array in before)
     for a, b in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def compare_rows(x):
+    """Return outputs that depend on the other rows of the batch."""
+    return x / (1 + ops.max(ops.abs(x)))
+
+
+def with_row_dependence():
+    hidden = layers.Dense(12, compare_rows), layers.Dense(1)
+    return jobs.compiled(keras.Sequential([keras.Input((6,)), *hidden]))
+
+
+def test_audit_leaves_sharded_weights_as_they_were():
+    model = made(strategy(), with_row_dependence)
+    before = model.get_weights()
+    report = ks.verify(model, jobs.X, jobs.Y)
+    assert report.differs  # so that it changed the weights, to measure rounding
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("limit", [0, 1000])
+def test_first_step_of_a_large_model_is_not_audited(limit, monkeypatch, caplog):
+    monkeypatch.setattr(verify, "MAX_SHARDED_BYTES", limit)
+    model = made(strategy(), with_row_dependence)
+    with caplog.at_level(logging.INFO, "keras_strategy"):
+        fit(model)
+    assert ("is not audited" in caplog.text) == (limit == 0)
+    assert ("differs from one device" in caplog.text) == (limit > 0)
 
 
 def test_failed_run_changes_nothing():

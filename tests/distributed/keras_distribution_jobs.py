@@ -1,4 +1,4 @@
-"""What processes do under Keras's own `DataParallel` on torch."""
+"""Jobs of processes under Keras's own `DataParallel` on torch."""
 
 import importlib
 import os

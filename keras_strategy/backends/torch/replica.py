@@ -197,9 +197,7 @@ class TorchReplica(ThreadReplica):
         workers = self.workers
 
         def combine(by_replica: Sequence[list[GradientTerm]]) -> None:
-            if any(
-                list(map(id, others)) != list(map(id, terms)) for others in by_replica
-            ):
+            if any(others != terms for others in by_replica):
                 raise RuntimeError(
                     "All replicas must pass gradients of the same backward passes to "
                     "`optimizer.apply`, in the same order of variables."

@@ -146,10 +146,12 @@ class WeightComponents(ShardedComponents):
             dtype = getattr(torch, cast.dtype)
         return self.read(dtype)
 
-    def leaf(self) -> torch.Tensor:
-        """Return what has the current replica's gradient."""
-        replica = current_thread_replica()
-        if replica is not None and not self.unit.units.has_reads(replica):
+    def leaf(self, replica: Any) -> torch.Tensor:
+        """Return what has the gradient of a replica, if one runs."""
+        reads = None if replica is None else replica.unit_reads
+        if replica is not None and (
+            reads is None or reads.units is not self.unit.units
+        ):
             raise ValueError(
                 f"The variable '{self.path}' is sharded by another strategy than that "
                 f"whose `run` uses it, {replica.context.strategy!r}. Create it in the "
@@ -162,7 +164,8 @@ class WeightComponents(ShardedComponents):
 
     def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the gathered weight, as the current replica sees it."""
-        replica, leaf = current_thread_replica(), self.leaf()
+        replica = current_thread_replica()
+        leaf = self.leaf(replica)
         with torch.no_grad():
             flat = self.unit.gather(replica, dtype)
             value = flat[self.offset : self.offset + self.size].view(self.shape)
@@ -201,17 +204,20 @@ class UngatheredWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, components: WeightComponents):
-        self = components.leaf().detach().as_subclass(cls)
+        leaf = components.leaf(current_thread_replica())
+        self = leaf.detach().as_subclass(cls)
         self._components = components
         return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args=(), kwargs=None) -> Any:
         first, kwargs = args[0] if args else None, kwargs or {}
+        replica = current_thread_replica()
         if isinstance(first, cls):
             if func in _of_leaves():
+                leaf = first._components.leaf(replica)
                 with torch._C.DisableTorchFunctionSubclass():
-                    return func(first._components.leaf(), *args[1:], **kwargs)
+                    return func(leaf, *args[1:], **kwargs)
             name = func.__name__
             if name.endswith("_") and not name.startswith("_"):
                 raise RuntimeError(
@@ -225,7 +231,7 @@ class UngatheredWeight(torch.Tensor):
             if not isinstance(leaf, cls):
                 return leaf
             components = leaf._components
-            return components.leaf() if is_differentiated else components.read()
+            return components.leaf(replica) if is_differentiated else components.read()
 
         args, kwargs = pytree.tree_map(replace, (args, kwargs))
         return func(*args, **kwargs)
@@ -433,10 +439,6 @@ class WeightUnits:
         # Of gathered tensors, by the addresses of their memory.
         self._origins: dict[int, tuple[StorageWeakRef, Any, torch.dtype | None]] = {}
 
-    def has_reads(self, replica: Any) -> bool:
-        """Return True if a replica is one of this strategy."""
-        return self.reads[replica.index : replica.index + 1] == [replica.unit_reads]
-
     def shard(self, variables: Sequence[Any]) -> None:
         """Make units of new weights, given in the order of layers."""
         weights: list[Any] = []
@@ -589,19 +591,19 @@ class ReplicaReads:
         scopes: Sequence[Any],
         sums: dict[Any, GradientTerm],
     ):
-        self._units, self._replica = units, replica
+        self.units, self._replica = units, replica
         self.scopes, self._sums = scopes, sums
         # Units of which other replicas may have to write their shards yet.
         self.written: set[WeightUnit] = set()
         self._passes: dict[WeightUnit, _BackwardPass] = {}
         self._counts: Counter[WeightUnit] = Counter()  # of reductions
-        self._is_flush_queued = False
+        self._backward = -1  # the last backward pass, as autograd counts them
 
     def track(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replica's function, with its reads and gradients tracked."""
 
         def tracked(*args, **kwargs):
-            reads, index = self._units.reads, self._replica.index
+            reads, index = self.units.reads, self._replica.index
             reads[index] = self
             try:
                 with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -619,7 +621,7 @@ class ReplicaReads:
 
     def prepare_write(self, weight: WeightComponents, value: torch.Tensor) -> None:
         """Let the other replicas read a weight, and check that they write the same."""
-        workers, step = self._units.layout.workers, self._replica.step
+        workers, step = self.units.layout.workers, self._replica.step
 
         def check(values):
             first, *others = values
@@ -651,7 +653,7 @@ class ReplicaReads:
         entry.pending.add(weight)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        unit, dtype = self._units.origin_of(tensor) or (None, None)
+        unit, dtype = self.units.origin_of(tensor) or (None, None)
         if unit is None or tensor.numel() == 0:
             return tensor
         start = int(tensor.storage_offset())
@@ -683,8 +685,9 @@ class ReplicaReads:
 
     def note_gradient(self, weight: WeightComponents) -> None:
         """Reduce the gradients of a unit if this one is the last."""
-        if not self._is_flush_queued:
-            self._is_flush_queued = True
+        backward = _current_backward()
+        if backward != self._backward:
+            self._backward = backward
             _engine.queue_callback(self._flush)
         entry = self._passes.setdefault(weight.unit, _BackwardPass())
         entry.pending.discard(weight)
@@ -694,7 +697,6 @@ class ReplicaReads:
 
     def _flush(self) -> None:
         """Reduce what has come at the end of a backward pass; more will not."""
-        self._is_flush_queued = False
         for unit, entry in self._passes.items():
             if entry.arrived:
                 self._reduce(unit, entry)
@@ -714,13 +716,13 @@ class ReplicaReads:
         self._counts[unit] += 1
         terms = []
         if self.scopes:
-            devices = self._units.shard_devices
+            devices = self.units.shard_devices
             for weight, gradient in zip(weights, gradients, strict=True):
                 term = self._sums.setdefault((weight, number), GradientTerm())
                 term.add(gradient, step.row_weight, weight.shards, devices)
                 terms.append(term)
         else:
-            workers: Any = self._units.layout.workers
+            workers: Any = self.units.layout.workers
             shards = workers.reduce_scatter_weighted(
                 gradients, step.row_weight, [weight.shards for weight in weights]
             )
