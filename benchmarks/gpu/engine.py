@@ -1,6 +1,7 @@
 """GPUs, memory and precision of the backend in use."""
 
 import os
+import sys
 from typing import Any
 
 import keras
@@ -65,11 +66,16 @@ def exact() -> None:
 
 
 def divide(megabytes: int = 8192) -> list[str]:
-    """Split TensorFlow's first GPU, or CPU, into two logical devices.
+    """Split the first GPU, or CPU, into two logical devices on torch and TensorFlow.
+
+    Args:
+        megabytes: Of each of TensorFlow's logical GPUs; torch's share the memory.
 
     Returns:
         Their names.
     """
+    if BACKEND == "torch":
+        return _divide_torch()
     import tensorflow as tf
 
     kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
@@ -78,6 +84,30 @@ def divide(megabytes: int = 8192) -> list[str]:
     device = tf.config.list_physical_devices(kind)[0]
     tf.config.set_logical_device_configuration(device, [one, one])
     return [f"{kind.lower()}:{index}" for index in range(2)]
+
+
+def _divide_torch() -> list[str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ["cpu:0", "cpu:1"]
+    from keras_strategy.backends.torch import group
+    from keras_strategy.backends.torch.engine import TorchEngine
+
+    # Two names of one GPU, which users cannot have.
+    names = ["gpu:0", "gpu:1"]
+    patched: Any = TorchEngine
+    patched.list_devices = lambda *_: names
+    for module in group, sys.modules[TorchEngine.__module__]:
+        vars(module)["torch_device"] = lambda _: "cuda:0"
+    return names
+
+
+def resting_megabytes() -> float | None:
+    """Return the memory of torch's tensors on the GPU now; None without a GPU."""
+    import torch
+
+    return torch.cuda.memory_allocated() / 1e6 if torch.cuda.is_available() else None
 
 
 def peak_megabytes() -> float | None:

@@ -16,10 +16,15 @@ def logical_fit(case: Case) -> Train:
 
 
 def workers_fit(case: Case) -> Train:
-    """One of two processes; BENCHMARKS_IMPLEMENTATION says how values travel."""
+    """One of two processes.
+
+    BENCHMARKS_IMPLEMENTATION says how values travel, BENCHMARKS_SHARD what is split.
+    """
     engine.exact()
     options = ks.experimental.CommunicationOptions(
         implementation=os.environ["BENCHMARKS_IMPLEMENTATION"]
     )
-    strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
+    strategy = ks.MultiWorkerMirroredStrategy(
+        communication_options=options, shard=os.environ.get("BENCHMARKS_SHARD")
+    )
     return Fit(case, strategy.scope())

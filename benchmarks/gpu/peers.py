@@ -46,6 +46,10 @@ def device_megabytes(_: Train) -> float | None:
     return engine.peak_megabytes()
 
 
+def resting_megabytes(_: Train) -> float | None:
+    return engine.resting_megabytes()
+
+
 def native_logical_fit(case: Case) -> Train:
     """On TensorFlow, `fit` on tf.distribute over two logical GPUs of one."""
     import tensorflow as tf

@@ -36,6 +36,7 @@ _RATIOS = (
     *("program", "peer", "ratio of steps/s", "of steps/CPU-s", "once per call, ms"),
     *("memory of the device, MB", "of the host, MB"),
 )
+_MEMORY = ("program", "most memory of the device, beside one device's, MB", "at rest")
 _EQUAL = ("equals one device", "largest differences", "tolerances", "")
 
 
@@ -48,20 +49,27 @@ def _cells(row: dict[str, Any]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]
         tolerances = _numbers(row["tolerance"])
         found.append((_EQUAL, (row["what"], differences, tolerances, verdict)))
     if "speeds" in row:
-        memory = row["device_mb"] if None not in row["device_mb"] else None
         cells = (
             *(row["what"], row["peer"]),
             *(ratio(row["speeds"][unit]) for unit in (WALL, CPU)),
             both(row["once_seconds"], 1000, ".0f"),
-            *(both(memory, 1, ".0f"), both(row["peak_mb"], 1, ".0f")),
+            *(_megabytes(row["device_megabytes"]), both(row["peak_mb"], 1, ".0f")),
         )
         found.append((_RATIOS, cells))
+    if "resting_megabytes" in row:
+        names = "device_megabytes", "resting_megabytes"
+        memory = (_megabytes(row[name]) for name in names)
+        found.append((_MEMORY, (row["what"], *memory)))
     if "step_seconds" in row:
         shares = {k: v for k, v in row.items() if k not in ("what", "step_seconds")}
         times = {f"{k}, ms": 1000 * v for k, v in row["step_seconds"].items()}
         numbers = (f"{v:.2f}" for v in (*shares.values(), *times.values()))
         found.append((("program", *shares, *times), (row["what"], *numbers)))
     return found
+
+
+def _megabytes(pair: list[float | None]) -> str:
+    return "" if None in pair else both(pair, 1, ".0f")
 
 
 def _numbers(values: Any) -> str:

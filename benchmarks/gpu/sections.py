@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.comparisons import Comparison
 from benchmarks.gpu import engine
-from benchmarks.gpu.cases import EXACT, HALF, REHEARSAL, TIMED
+from benchmarks.gpu.cases import EXACT, HALF, REHEARSAL, TIMED, TRANSFORMER
 from benchmarks.measure import fixed_seconds
 from benchmarks.paired_timing import WALL, compare, warm
 from benchmarks.sides import Sided
@@ -38,33 +38,41 @@ def equality(seconds: float) -> Iterator[Row]:
 def logical(seconds: float) -> Iterator[Row]:
     """Yield the equality table on two logical GPUs of one GPU."""
     engine.exact()
-    yield from _equal_rows(engine.divide(), seconds)
+    devices = engine.divide()
+    if engine.BACKEND == "torch":
+        seconds /= 2
+        yield from _equal_rows(devices, seconds, "parameters")
+    yield from _equal_rows(devices, seconds)
 
 
 def logical_speed(_: float) -> Iterator[Row]:
     """`fit` on them, beside a native strategy."""
     pair = _comparison(("gpu.ours:logical_fit", "gpu.peers:native_logical_fit"))
     place = [engine.visible(0)]
-    each = [(pair, ours, TIMED[0], place) for ours in (True, False)]
+    each = [(pair, ours, TIMED[-1], place) for ours in (True, False)]
     with _ready(*each) as (ours, peer):
         name = "tf.distribute.MirroredStrategy"
-        yield _paired(ours, peer, f"{TIMED[0]}: fit, 2 logical GPUs", name)
+        yield _paired(ours, peer, f"{TIMED[-1]}: fit, 2 logical GPUs", name)
 
 
-def _equal_rows(devices: list[str], seconds: float) -> Iterator[Row]:
+def _equal_rows(
+    devices: list[str], seconds: float, shard: str | None = None
+) -> Iterator[Row]:
     import keras_strategy as ks
     from tests.equality.__main__ import ROWS, run, tolerances
     from tests.equality.cases import all_cases
     from tests.equality.compare import differences
 
     until = time.monotonic() + 0.6 * seconds  # some rows take long
-    strategy = ks.MirroredStrategy(devices)
+    strategy = ks.MirroredStrategy(devices, shard=shard)
+    split = f" (shard={shard!r})" if shard else ""
     # The optimizers last: they are many, and alike to an engine.
     cases = sorted(all_cases(), key=lambda case: case.name.split()[0] == "optimizer")
     for case in cases[: 2 if REHEARSAL else None]:
         if time.monotonic() > until:
             return
-        row = {"what": case.name, "devices": devices, "tolerance": tolerances(case)}
+        what = case.name + split
+        row = {"what": what, "devices": devices, "tolerance": tolerances(case)}
         if engine.BACKEND in case.not_on:
             continue
         try:
@@ -86,29 +94,50 @@ def workers_on_one_gpu(_: float) -> Iterator[Row]:
     yield _workers([engine.visible(0)] * 2, "RING")
 
 
+def sharding(_: float) -> Iterator[Row]:
+    """Yield memory and weights of two processes that share a GPU, by `shard=`."""
+    places = [engine.visible(0)] * 2
+    for shard in "parameters", "optimizer", None:
+        yield _workers(places, "RING", TRANSFORMER, shard, timed=False)
+
+
 def workers_by_nccl(_: float) -> Iterator[Row]:
     implementation = "RING" if REHEARSAL else "NCCL"
     yield _workers([engine.visible(0), engine.visible(1)], implementation)
 
 
-def _workers(places: Sequence[Mapping[str, str]], implementation: str) -> Row:
+def _workers(
+    places: Sequence[Mapping[str, str]],
+    implementation: str,
+    case: str = EXACT,
+    shard: str | None = None,
+    timed: bool = True,
+) -> Row:
     """Trains on two workers and on one device, and compares the weights."""
     programs = "gpu.ours:workers_fit", "gpu.peers:exact_fit"
     how = {"BENCHMARKS_IMPLEMENTATION": implementation}
+    what = f"{case}: fit, 2 processes, {implementation}"
+    if shard:
+        how["BENCHMARKS_SHARD"] = shard
+        what += f", shard={shard!r}"
     ours = _comparison(programs, workers=2)
     with _ready(
-        (ours, True, EXACT, [{**place, **how} for place in places]),
-        (_comparison(programs), False, EXACT, [places[0]]),
+        (ours, True, case, [{**place, **how} for place in places]),
+        (_comparison(programs), False, case, [places[0]]),
     ) as (many, one):
         for side in many, one:
             side.train(5)
         (expected,) = one.ask("call", "gpu.peers:weights")
         found = many.ask("call", "gpu.peers:weights")
         worst = max(largest(expected, weights) for weights in found)
-        speed = _paired(
-            many, one, f"{EXACT}: fit, 2 processes, {implementation}", "one device"
-        )
-    return speed | {
+        row: Row = {"what": what}
+        if timed:
+            row = _paired(many, one, what, "one device")
+        else:
+            for name in "device_megabytes", "resting_megabytes":
+                call = f"gpu.peers:{name}"
+                row[name] = [side.ask("call", call)[0] for side in (many, one)]
+    return row | {
         "difference": [worst],
         "tolerance": [WEIGHTS],
         "equal": worst <= WEIGHTS,
@@ -147,15 +176,15 @@ def overlap(_: float) -> Iterator[Row]:
     alone = _comparison(("ours:one_device_fit", "gpu.peers:by_hand"))
     seconds = {}
     for name, arguments in {
-        "ours": (two, True, TIMED[-1], [{**place, **how} for place in places]),
-        "DDP": (two, False, TIMED[-1], places),
+        "ours": (two, True, TIMED[0], [{**place, **how} for place in places]),
+        "DDP": (two, False, TIMED[0], places),
         "ours, half a batch": (alone, False, HALF, places),
         "by hand, half a batch": (alone, False, HALF, places),
-        "sum": (sums, False, TIMED[-1], places),
+        "sum": (sums, False, TIMED[0], places),
     }.items():
         with _ready(arguments) as (side,):
             seconds[name] = _step_seconds(side)
-    row: Row = {"what": f"{TIMED[-1]}: overlap", "step_seconds": seconds}
+    row: Row = {"what": f"{TIMED[0]}: overlap", "step_seconds": seconds}
     for name, half in ("ours", "ours, half a batch"), ("DDP", "by hand, half a batch"):
         waited = seconds[name] - seconds[half]
         row[f"hidden share of the sum, {name}"] = 1 - waited / seconds["sum"]
@@ -197,7 +226,7 @@ def _paired(ours: Sided, peer: Sided, what: str, name: str) -> Row:
         "speeds": {u: dataclasses.asdict(s) for u, s in pairing.speeds.items()},
         "once_seconds": fixed_seconds(pairing),
         "first_step_seconds": [ours.first_step, peer.first_step],
-        "device_mb": [
+        "device_megabytes": [
             side.ask("call", "gpu.peers:device_megabytes")[0] for side in (ours, peer)
         ],
         "peak_mb": [ours.peak_mb, peer.peak_mb],

@@ -28,9 +28,14 @@ class Section:
 
 TENSORFLOW = ("tensorflow",)
 SECTIONS = (
-    Section("equality", "equality", 80, timed=False, divided=True),
-    Section("two logical GPUs", "logical", 60, TENSORFLOW, timed=False),
+    Section("equality", "equality", 120, timed=False, divided=True),
+    Section(
+        *("two logical GPUs", "logical", 120, ("torch", "tensorflow")),
+        timed=False,
+        divided=True,
+    ),
     Section("two processes, one GPU", "workers_on_one_gpu", 60, timed=False),
+    Section("sharding, two processes, one GPU", "sharding", 110, ("torch",)),
     Section("two processes, two GPUs", "workers_by_nccl", 80, gpus=2),
     Section("one GPU: ratios", "ratios", 110),
     Section("two logical GPUs: ratio", "logical_speed", 60, TENSORFLOW),

@@ -9,7 +9,8 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from rich.console import Console
@@ -25,6 +26,7 @@ _PROGRAMS = "keras_strategy.launch.doctor"
 _BACKENDS = "jax", "torch", "tensorflow"
 _MAX_DIFFERENCE = 1e-5
 _WORKERS = 2
+_CPUS_ONLY = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 
 # What a failed program prints, and how to fix it.
 _ADVICE = {
@@ -33,7 +35,7 @@ _ADVICE = {
     "ModuleNotFoundError": "pip install the package that it names (tensorflow-cpu for "
     "tensorflow), or choose another backend",
     "no result within": "allow more time with --timeout-seconds",
-    "NCCL": "this torch has no NCCL: install a build with CUDA",
+    "have NCCL built in": "install a build of torch with CUDA and NCCL",
     "Address already in use": "end the program that listens at that port",
 }
 
@@ -172,11 +174,25 @@ def replicas(timeout_seconds: float) -> Finding:
 def workers(timeout_seconds: float) -> Finding:
     run = ["-m", "keras_strategy", "run", "--workers", str(_WORKERS)]
     program = [*run, "-m", _PROGRAMS, "workers"]
-    output, status = _run(program, timeout_seconds, is_isolated=True)
+    # NCCL refuses two processes on one GPU.
+    shares_gpu = _count_gpus() == 1
+    hides_gpus = _CPUS_ONLY if shares_gpu else {}
+    output, status = _run(program, timeout_seconds, is_isolated=True, more=hides_gpus)
     sums = re.findall(f"{_SUM} (\\S+)", output)
     if status or len(sums) != _WORKERS:
         return _failure(output, status)
-    return Finding(True, f"{sums[0]} on each")
+    place = ", on CPUs, since there is one GPU" if shares_gpu else ""
+    return Finding(True, f"{sums[0]} on each{place}")
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs that the backend finds; 0 if it fails."""
+    program = (
+        "from keras_strategy.core.registry import get_engine; "
+        "print(len(get_engine().list_devices('gpu')))"
+    )
+    output, status = _run(["-c", program], 120)
+    return 0 if status else int(output.split()[-1])
 
 
 def _failure(output: str, status: int) -> Finding:
@@ -188,10 +204,13 @@ def _failure(output: str, status: int) -> Finding:
 
 
 def _run(
-    arguments: list[str], timeout_seconds: float, is_isolated: bool = False
+    arguments: list[str],
+    timeout_seconds: float,
+    is_isolated: bool = False,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[str, int]:
     """Run Python, perhaps without this cluster; return its output and exit code."""
-    environment = dict(os.environ)
+    environment = {**os.environ, **more}
     if is_isolated:
         environment.setdefault("NPROC", "8")
         for name in ("KERAS_STRATEGY_LOGICAL_CPUS", "TF_CONFIG"):

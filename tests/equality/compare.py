@@ -105,7 +105,7 @@ def train(
 
 def replicas_apart(strategy: Any, model: keras.Model) -> float:
     """The largest difference between replicas in a variable that they share."""
-    if not isinstance(strategy, ks.Strategy):
+    if not isinstance(strategy, ks.Strategy) or strategy.num_replicas_in_sync == 1:
         return 0.0
     worst = 0.0
     for variable in [*model.variables, *model.optimizer.variables]:

@@ -13,6 +13,7 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.cluster import process_exit
+from keras_strategy.core.registry import get_engine
 from keras_strategy.launch import doctor, local_cluster, scaling
 from keras_strategy.launch.cli import main
 
@@ -84,6 +85,26 @@ def test_doctor_queries_torch_for_gpus():
 
     nccl = torch.distributed.is_nccl_available()
     assert doctor.torch_gpus() == doctor.gpus(torch.cuda.device_count(), nccl)
+
+
+@pytest.mark.parametrize(("gpus", "place"), [(1, ", on CPUs"), (0, ""), (2, "")])
+def test_doctor_connects_workers_on_cpus_beside_one_gpu(gpus, place, monkeypatch):
+    """NCCL refuses two processes on one GPU."""
+    environments = []
+
+    def run(arguments, *args, more, **options):
+        environments.append(more)
+        return f"{doctor._SUM} 2.0\n" * 2, 0
+
+    monkeypatch.setattr(doctor, "_count_gpus", lambda: gpus)
+    monkeypatch.setattr(doctor, "_run", run)
+    finding = doctor.workers(10)
+    assert finding.ok and place in finding.detail
+    assert environments == [doctor._CPUS_ONLY if gpus == 1 else {}]
+
+
+def test_doctor_counts_gpus():
+    assert doctor._count_gpus() == len(get_engine().list_devices("gpu"))
 
 
 def test_doctor_reports_port_in_use(monkeypatch):

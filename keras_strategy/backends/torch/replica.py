@@ -58,7 +58,10 @@ PARTIAL_UPDATE_NOTE = (
 
 # Large and odd, so that the seeds of replicas and of consecutive runs differ.
 _SEED_STRIDE = 0x9E3779B1
-_clone_all: Callable[..., Any] = torch._foreach_clone  # pyright: ignore
+# torch 2.11 has no such function.
+_clone_all: Callable[..., Any] = getattr(
+    torch, "_foreach_clone", lambda tensors: [tensor.clone() for tensor in tensors]
+)
 
 
 class TorchReplica(ThreadReplica):
