@@ -42,6 +42,8 @@ KEPT = {
     "core/test_custom_loop.py::test_custom_loop_equals_one_device": 1,
     "distributed/test_addresses.py::test_workers_on_one_host_connect": 1,
     "distributed/test_addresses.py::test_workers_on_several_machines_connect": 1,
+    "distributed/test_checkpoints.py::test_folders_that_are_not_shared": 1,
+    "distributed/test_checkpoints.py::test_killed_worker_leaves_a_checkpoint": 1,
     "distributed/test_collectives.py::test_collectives_of_workers": 1,
     "distributed/test_gradient_buckets.py::test_workers_equal_one_process": 2,
     "distributed/test_local_rows.py::test_local_rows_give_one_devices_weights": 1,

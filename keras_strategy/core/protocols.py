@@ -113,6 +113,12 @@ class ReplicaGroup(Protocol):
     def local_bytes(self, variable: Any) -> tuple[int, ...]:
         """Return the bytes of `variable` on each local device."""
 
+    def local_shards(
+        self, variable: Any
+    ) -> Sequence[tuple[tuple[int, ...] | int, Any]]:
+        """Return the shards of a sharded variable that this worker writes."""
+        # Each with where it begins: in each dimension, or in the flattened variable.
+
     def per_replica_value(self, variable: Any) -> DistributedValues:
         """Return the replicas' values of `variable`, in the form `reduce` takes."""
 

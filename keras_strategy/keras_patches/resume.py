@@ -5,8 +5,10 @@ Keras's epoch iterator reads, so that a resumed `fit` continues with the next ba
 """
 
 import contextlib
+import json
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_strategy.core.context import get_strategy
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches import (
     consistency,
@@ -30,8 +33,10 @@ from keras_strategy.training.callbacks import (
     given_callbacks,
     replace_callbacks,
 )
-from keras_strategy.training.resume import BackupContents, BackupFolder, decode, encode
+from keras_strategy.training.checkpoint import BackupContents, BackupFolder
+from keras_strategy.training.resume import decode, encode
 from keras_strategy.training.saving import run_on_chief
+from keras_strategy.training.sharding import is_sharded
 
 # The counters of Keras's callbacks. The last two of `ModelCheckpoint` are private.
 _COUNTERS: dict[type, tuple[str, ...]] = {
@@ -76,7 +81,7 @@ def _read_callbacks(callbacks: list[Any]) -> tuple[list[Any], dict[str, np.ndarr
 def _restore_callbacks(
     callbacks: list[Any],
     states: list[Any],
-    arrays: dict[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray],
     workers: Any,
 ) -> None:
     """Restore what `_read_callbacks` returned; all workers call it."""
@@ -178,16 +183,16 @@ def back_up_fit(
         yield
         return
     if len(found) > 1:
+        names = ", ".join(type(callback).__name__ for callback in found)
         raise ValueError(
-            f"`fit` accepts one BackupAndRestore. Received: {len(found)} of them."
+            "`fit` accepts one callback that saves the state of training. Received: "
+            f"{names}. BackupAndRestore resumes from what ShardedCheckpoint has saved."
         )
     (backup,) = found
     # Backups at the end of an epoch need no state within it.
     each_batch = backup.save_freq != "epoch" or bool(backup.save_before_preemption)
     data = dataset_state.dataset_state_of(arguments.get("x"), each_batch)
-    fit = ResumableFit(
-        strategy, model, BackupFolder(backup.backup_dir), data, callbacks
-    )
+    fit = ResumableFit(strategy, model, backup, data, callbacks)
     saver = backup.saver(fit)
     callbacks.append(saver)
     replace_callbacks(arguments, callbacks)
@@ -198,6 +203,7 @@ def back_up_fit(
         with listening(), recording():
             yield
     finally:
+        fit.close()
         backup.attach(None)
         _thread_state.expected = None
         model._initial_epoch = None  # or the next `fit` would start there
@@ -213,11 +219,12 @@ class ResumableFit:
         self,
         strategy: Any,
         model: keras.Model,
-        folder: BackupFolder,
+        backup: BackupAndRestore,
         data: DataState | TfDataState | None,
         callbacks: list[Any],
     ):
-        self._strategy, self._model, self._folder = strategy, model, folder
+        self._strategy, self._model, self._backup = strategy, model, backup
+        self._folder = BackupFolder(backup.backup_dir, backup.max_to_keep)
         self.cluster, self._data = strategy.extended.cluster, data
         self._callbacks = [c for c in callbacks if _counter_names(c) is not None]
         self.batch = 0
@@ -229,7 +236,7 @@ class ResumableFit:
         # The backup from which `restore` has resumed, until its epoch starts.
         self._resumed: BackupContents | None = None
         self._saved_data: Any = None
-        self._found = saving.read_on_chief(self.cluster, folder)
+        self._found = self._folder.read(self.cluster) if backup.resumes else None
         if self._found is not None:
             resume.set_random_state(self._found.facts["begin"])
         elif self.cluster is not None:
@@ -248,7 +255,8 @@ class ResumableFit:
         self.batch = position.batch
         self._build()
         variables = variables_of(self._model, metrics=False)
-        saving.assign_variables(self._strategy, found, variables, has_metrics=False)
+        saving.assign_variables(self._strategy, found, variables, ("metrics/",))
+        saving.assign_seed(found)
         resume.set_random_state(position.now)
         states = facts["data"]
         self._saved_data = dataset_state.state_of_this_worker(states, self.cluster)
@@ -313,6 +321,7 @@ class ResumableFit:
             # Callbacks have already handled the start of the epoch.
             self._build(iterator)
             saving.assign_variables(self._strategy, found, variables_of(self._model))
+            saving.assign_seed(found)
         steps, rest = divmod(position.batch, iterator.steps_per_execution)
         if rest:
             raise ValueError(
@@ -369,7 +378,7 @@ class ResumableFit:
             if cluster is not None:
                 data_states = cluster.exchange("the dataset state", data_states[0])
         variables = variables_of(self._model, metrics=batch > 0)
-        facts, arrays = saving.read_variables(strategy, variables, self._folder.spill)
+        facts, arrays, shards = saving.read_variables(strategy, variables)
         counters, best_weights = _read_callbacks(self._callbacks)
         facts |= {
             "callbacks": counters,
@@ -379,13 +388,119 @@ class ResumableFit:
             "data": data_states,
             "begin": self._begin,
             "counts": data_adapters.array_batch_counts(iterator.data_adapter),
+            "model": _serialized(self._model),
         }
         arrays |= best_weights
-        run_on_chief(cluster, "the backup", lambda: self._folder.write(facts, arrays))
+        is_split = any(map(is_sharded, variables.values()))
+        self._folder.save(
+            cluster, facts, arrays, shards, is_split, self._backup.asynchronous
+        )
+
+    def wait(self) -> None:
+        """Wait until the last backup is complete."""
+        self._folder.wait(self.cluster)
+
+    def close(self) -> None:
+        """End the thread that writes backups."""
+        self._folder.close()
 
     def clear(self) -> None:
         """Remove the backups."""
         run_on_chief(self.cluster, "the removal of the backups", self._folder.clear)
+
+
+def _serialized(model: keras.Model) -> Any:
+    """Return a model's configuration as JSON values; None if it has none."""
+    try:
+        config = _portable(keras.saving.serialize_keras_object(model))
+        json.dumps(config)
+    except (NotImplementedError, TypeError, ValueError):
+        return None
+    return config
+
+
+def _portable(config: Any) -> Any:
+    """Return a configuration in which optimizers belong to no backend."""
+    if isinstance(config, list):
+        return [_portable(part) for part in config]
+    if not isinstance(config, dict):
+        return config
+    config = {key: _portable(part) for key, part in config.items()}
+    if str(config.get("module")).startswith("keras.src.backend."):
+        config["module"] = "keras.optimizers"
+    return config
+
+
+def load_checkpoint(
+    path: str | os.PathLike, model: keras.Model | None = None
+) -> keras.Model:
+    """Load the last checkpoint that `ShardedCheckpoint` or `BackupAndRestore` wrote.
+
+    Sharded variables are read one after the other. The number of devices, `shard=` and
+    the backend may differ from those that wrote it. With several workers, all of them
+    call this.
+
+    Args:
+        path: The folder of the callback.
+        model: A built model with the same weights, created in the scope or without a
+            strategy. Its optimizer's state is loaded if it is compiled. By default the
+            model is created from the configuration in the checkpoint, in the current
+            scope; its own classes must be registered
+            (`keras.saving.register_keras_serializable`).
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If there is no intact checkpoint, if it is of another model, or if
+            its model has no configuration and `model` is None.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    import keras_strategy as ks
+
+    with ks.MirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    checkpoint = ks.callbacks.ShardedCheckpoint("checkpoints")
+    x, y = np.ones((8, 2)), np.ones((8, 1))
+    model.fit(x, y, verbose=0, callbacks=[checkpoint])
+    ks.callbacks.load_checkpoint("checkpoints").save("plain.keras")
+    ```
+    """
+    strategy: Any = model and ownership.strategy_of_model(model)
+    strategy = strategy or get_strategy()
+    cluster = strategy.extended.cluster
+    found = BackupFolder(path).read(cluster)
+    if found is None:
+        raise ValueError(
+            "Argument `path` must be a folder with a checkpoint. Received: "
+            f"path={os.fspath(path)!r}, which has none."
+        )
+    if model is None:
+        config, keys = found.facts["model"], found.facts["variables"]
+        model = config and keras.saving.deserialize_keras_object(config)
+        count = len([key for key in keys if key.startswith("model/")])
+        if model is None or len(model.variables) != count:
+            raise ValueError(
+                f"{found.file} was written by a model whose configuration does not "
+                "create its variables. Create the model, call it on a batch, and pass "
+                "it as argument `model`."
+            )
+    optional = ["metrics/"]
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        keys = found.facts["variables"]
+        optional += [key for key in keys if not key.startswith("model/")]
+    elif not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    ownership.broadcast_pending_values()
+    variables = variables_of(model, metrics=False)
+    saving.assign_variables(strategy, found, variables, tuple(optional))
+    return model
 
 
 def _check_same_data(found: BackupContents, adapter: Any, position: _Position) -> None:

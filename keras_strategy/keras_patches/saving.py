@@ -1,9 +1,10 @@
 """Saving by the chief, and backups that restore on any number of replicas."""
 
+import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -19,10 +20,9 @@ from keras_strategy.keras_patches.random import (
 )
 from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training import ownership
+from keras_strategy.training.checkpoint import BackupContents, BackupFolder, Shard
 from keras_strategy.training.resume import (
     ArraySpill,
-    BackupContents,
-    BackupFolder,
     decode,
     encode,
     get_random_state,
@@ -88,19 +88,21 @@ def _get_temp_dir(original, folder):
 
 
 _PER_REPLICA = "/replicas"
+# How many bytes of a backup the chief broadcasts together.
+_BROADCAST_BYTES = 1 << 26
 
 
 def read_variables(
-    strategy: Any,
-    variables: Mapping[str, Any],
-    spill: Callable[[np.ndarray], np.ndarray],
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return JSON values and, on the chief, arrays for a file; all workers call it."""
-    # `spill` stores sharded values until they are written.
+    strategy: Any, variables: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, np.ndarray], list[Shard]]:
+    """Return JSON values, and copies of arrays and shards; all workers call it."""
+    # The arrays are the chief's alone.
     ownership.broadcast_pending_values()  # needs all workers
     cluster, group = strategy.extended.cluster, strategy.extended.group
     is_writer = cluster is None or cluster.is_chief
     arrays: dict[str, np.ndarray] = {}
+    shards: list[Shard] = []
+    shapes: dict[str, Any] = {}
     for key, variable in variables.items():
         if is_sync_on_read(variable):  # every replica's value, too
             values = np.stack([*map(_numpy, group.components(variable))])
@@ -111,32 +113,31 @@ def read_variables(
             if variable.aggregation != "none":
                 arrays[key] = _numpy(variable.value)
         elif is_sharded(variable):
-            value = variable.numpy()  # gathers the shards of all workers
-            if is_writer:
-                arrays[key] = spill(value)
+            shapes[key] = tuple(variable.shape)
+            for begin, part in group.local_shards(variable):
+                shards.append(Shard(key, shapes[key], begin, _numpy(part)))
         elif is_writer:
             arrays[key] = _numpy(variable)
     generator = global_generator()
     facts = {
         "seed": None if generator is None else generator.state.numpy().tolist(),
         "variables": {key: v.path for key, v in variables.items()},
-        "shapes": {key: array.shape for key, array in arrays.items()},
+        "shapes": shapes | {key: array.shape for key, array in arrays.items()},
     }
-    return facts, arrays
+    return facts, arrays, shards
 
 
 def assign_variables(
     strategy: Any,
     found: BackupContents,
     variables: Mapping[str, Any],
-    has_metrics: bool = True,
+    optional: tuple[str, ...] = (),
 ) -> None:
-    """Assign the values that the chief has read; all workers call it."""
-    # If `has_metrics` is False, `variables` lack the metrics that the file may have.
-    _check_same_variables(found, variables, has_metrics)
+    """Assign the values of a backup; all workers call it."""
+    # The file may have variables whose keys begin with one of `optional`.
+    _check_same_variables(found, variables, optional)
     extended, replicas = strategy.extended, strategy.num_replicas_in_sync
-    shapes = found.facts["shapes"]
-    wanted, tensors = {}, []
+    shapes, wanted = found.facts["shapes"], {}
     for key, variable in variables.items():
         (before, *_) = shapes.get(key + _PER_REPLICA, (0,))
         is_per_replica = before == replicas > 1
@@ -147,21 +148,44 @@ def assign_variables(
                 f"Received: {replicas} replicas, but {found.file} was written "
                 f"with {before}."
             )
-        key += _PER_REPLICA if is_per_replica else ""
-        wanted[key] = variable
-        array = found.arrays.get(key)
-        if array is None:
-            array = np.zeros(shapes[key], variable.dtype)
-        tensors.append(ops.convert_to_tensor(array.astype(variable.dtype)))
-    workers = extended.group.workers
-    if workers is not None:
-        tensors = workers.broadcast("a backup", tensors)
-    for (key, variable), tensor in zip(wanted.items(), tensors, strict=True):
-        if key.endswith(_PER_REPLICA):
-            values = [tensor[replica] for replica in extended.local_replicas]
-            extended.group.assign_components(variable, values)
-        else:
-            variable.assign(tensor)
+        wanted[key + (_PER_REPLICA if is_per_replica else "")] = variable
+    workers = None if found.is_sharded else extended.group.workers
+    # Of sharded files each worker reads one array after the other. Else the chief
+    # broadcasts some together.
+    for some in _in_groups(wanted, shapes, 0 if workers is None else _BROADCAST_BYTES):
+        tensors = []
+        for key, variable in some:
+            array = found.arrays.get(key)
+            if array is None:
+                array = np.zeros(shapes[key], variable.dtype)
+            tensors.append(ops.convert_to_tensor(array.astype(variable.dtype)))
+        if workers is not None:
+            tensors = workers.broadcast("a backup", tensors)
+        for (key, variable), tensor in zip(some, tensors, strict=True):
+            if key.endswith(_PER_REPLICA):
+                values = [tensor[replica] for replica in extended.local_replicas]
+                extended.group.assign_components(variable, values)
+            else:
+                variable.assign(tensor)
+
+
+def _in_groups(
+    wanted: Mapping[str, Any], shapes: Mapping[str, Any], least_bytes: int
+) -> Iterator[list[tuple[str, Any]]]:
+    """Yield successive items of at least so many bytes."""
+    group, size = [], 0
+    for key, variable in wanted.items():
+        group.append((key, variable))
+        size += math.prod(shapes[key]) * np.dtype(variable.dtype).itemsize
+        if size >= least_bytes:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def assign_seed(found: BackupContents) -> None:
+    """Assign the state of Keras's global seed generator."""
     seed = found.facts["seed"]
     if seed is not None:
         with ownership.suspend_implicit_scope(None):  # the process's generator
@@ -170,14 +194,14 @@ def assign_variables(
 
 
 def _check_same_variables(
-    found: BackupContents, variables: Mapping[str, Any], has_metrics: bool
+    found: BackupContents, variables: Mapping[str, Any], optional: tuple[str, ...]
 ) -> None:
     saved, shapes = found.facts["variables"], found.facts["shapes"]
     missing = [v.path for key, v in variables.items() if key not in saved]
     unexpected = [
         path
         for key, path in saved.items()
-        if key not in variables and (has_metrics or not key.startswith("metrics/"))
+        if key not in variables and not key.startswith(optional)
     ]
     if missing or unexpected:
         raise ValueError(
@@ -191,18 +215,6 @@ def _check_same_variables(
                 f"shape {tuple(shapes[key])} for the variable '{variable.path}' of "
                 f"shape {tuple(variable.shape)}."
             )
-
-
-def read_on_chief(cluster: Any, folder: BackupFolder) -> BackupContents | None:
-    """Read a backup on the chief; other workers get only its facts."""
-    found = run_on_chief(cluster, "reading the backup", folder.read)
-    if cluster is None:
-        return found
-    facts = None if found is None else [found.facts, os.fspath(found.file)]
-    facts = cluster.exchange("the backup to resume from", facts)[0]
-    if found is None and facts is not None:
-        return BackupContents(facts[0], {}, pathlib.Path(facts[1]))
-    return found
 
 
 def _numpy(tensor: Any) -> np.ndarray:
@@ -245,10 +257,11 @@ class Checkpoint:
 
     def restore(self) -> int:
         """Assign the values of the last save, if any, and return its step count."""
-        found = read_on_chief(self._cluster, self._folder)
+        found = self._folder.read(self._cluster)
         if found is None:
             return 0
         assign_variables(self._strategy, found, self._variables())
+        assign_seed(found)
         state = dataset_state.state_of_this_worker(found.facts["data"], self._cluster)
         for name, data in self._data.items():
             data.load_state_dict(decode(state[name]))
@@ -257,17 +270,15 @@ class Checkpoint:
 
     def save(self, steps: int) -> None:
         """Save; all workers call it, and the chief writes."""
-        variables, spill = self._variables(), self._folder.spill
-        facts, arrays = read_variables(self._strategy, variables, spill)
+        facts, arrays, shards = read_variables(self._strategy, self._variables())
         states = [
             {name: encode(data.state_dict()) for name, data in self._data.items()}
         ]
         if self._data and self._cluster is not None:
             states = self._cluster.exchange("the dataset state", states[0])
         facts |= {"steps": steps, "random": get_random_state(), "data": states}
-        run_on_chief(
-            self._cluster, "a checkpoint", lambda: self._folder.write(facts, arrays)
-        )
+        is_split = any(map(is_sharded, self._variables().values()))
+        self._folder.save(self._cluster, facts, arrays, shards, is_split)
 
     def _variables(self) -> dict[str, Any]:
         """Return the current variables, by names that all backends have."""

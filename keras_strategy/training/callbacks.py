@@ -33,8 +33,9 @@ class BackupAndRestore(keras.callbacks.Callback):
     replicas or workers, and on another backend.
 
     The folder keeps the last two backups. Each is written atomically. If one is
-    damaged, its name is logged and the one before it is used. With several workers,
-    only the chief writes and reads backups.
+    damaged, its name is logged and the one before it is used. With several workers, the
+    chief writes and reads the backups. If `shard=` is set, each worker writes the
+    shards that it stores, and the folder must be one that all workers share.
 
     A `keras.callbacks.BackupAndRestore` behaves like this one on a model of a strategy
     with several replicas.
@@ -48,6 +49,9 @@ class BackupAndRestore(keras.callbacks.Callback):
             batch and exit with code 75. The workers exchange this after every batch and
             epoch. An `experimental.TerminationConfig` configures other signals of a
             preemption, the time limit, and the exit.
+        asynchronous: Whether training goes on while a backup is written, for which the
+            host's memory holds a copy of what this worker writes. A failed write is
+            raised by the next backup, or at the end of `fit`.
 
     Example:
 
@@ -71,6 +75,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         save_freq: int | str = "epoch",
         delete_checkpoint: bool = True,
         save_before_preemption: bool | TerminationConfig = False,
+        asynchronous: bool = False,
     ):
         super().__init__()
         if not os.fspath(backup_dir) or "://" in os.fspath(backup_dir):
@@ -78,9 +83,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 "`backup_dir` must be a folder in the file system. Received: "
                 f"{backup_dir!r}"
             )
-        is_bool = isinstance(save_freq, bool)
-        is_number = isinstance(save_freq, int) and not is_bool and save_freq >= 1
-        if save_freq != "epoch" and not is_number:
+        if save_freq != "epoch" and not _is_positive(save_freq):
             raise ValueError(
                 "`save_freq` must be 'epoch' or a number of batches, 1 or more. "
                 f"Received: {save_freq!r}"
@@ -95,7 +98,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint
         self.save_before_preemption = save_before_preemption
+        self.asynchronous = asynchronous
         self._training: Any = None  # a `keras_patches.resume.ResumableFit`
+
+    # Whether `fit` resumes, and how many backups are kept.
+    resumes = True
+    max_to_keep = 2
 
     def attach(self, training: Any) -> None:
         """Set the `fit` in which this callback is called.
@@ -109,17 +117,20 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Restore the last backup."""
         if self._training is None:
             raise RuntimeError(
-                "`keras_strategy.callbacks.BackupAndRestore` works with `fit` of a "
-                "model that was created in the scope of a strategy. Create the model "
-                "inside `with strategy.scope():`, for one device with a "
+                f"`keras_strategy.callbacks.{type(self).__name__}` works with `fit` "
+                "of a model that was created in the scope of a strategy. Create the "
+                "model inside `with strategy.scope():`, for one device with a "
                 "`OneDeviceStrategy`."
             )
-        self._training.restore()
+        if self.resumes:
+            self._training.restore()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Remove the backups if `delete_checkpoint` is set."""
-        if self.delete_checkpoint and self._training is not None:
-            self._training.clear()
+        """Wait for the last backup; remove all if `delete_checkpoint` is set."""
+        if self._training is not None:
+            self._training.wait()
+            if self.delete_checkpoint:
+                self._training.clear()
 
     def saver(self, training: Any) -> keras.callbacks.Callback:
         """Return the callback that saves, to run after all others.
@@ -135,6 +146,73 @@ class BackupAndRestore(keras.callbacks.Callback):
         if isinstance(self.save_freq, int):
             return _SavesAfterBatches(training, self.save_freq)
         return _SavesAfterEpochs(training)
+
+
+class ShardedCheckpoint(BackupAndRestore):
+    """Saves the model, its optimizer and the state of training while `fit` goes on.
+
+    Under `shard="optimizer"` and `shard="parameters"` each worker writes the shards
+    that it stores, and nothing is gathered. A checkpoint counts once all files are
+    complete: after a failure at any time, the one before it is there.
+
+    `load_checkpoint` reads the last checkpoint under any number of devices and workers,
+    under any `shard=`, on any backend, and without a strategy. `BackupAndRestore(path)`
+    resumes the training exactly.
+
+    Args:
+        path: The folder, which no other `fit` may use. With `shard=` and several
+            workers, all of them must share it.
+        every: "epoch" to save at the end of each epoch, or a number of batches.
+        asynchronous: Whether training goes on while a checkpoint is written, for which
+            the host's memory holds a copy of what this worker writes. A failed write is
+            raised by the next checkpoint, or at the end of `fit`.
+        max_to_keep: How many checkpoints the folder keeps.
+
+    Raises:
+        ValueError: If an argument is invalid.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    import keras_strategy as ks
+
+    with ks.MirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    x, y = np.ones((8, 2)), np.ones((8, 1))
+    checkpoint = ks.callbacks.ShardedCheckpoint("checkpoints", every=1)
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=[checkpoint])
+    loaded = ks.callbacks.load_checkpoint("checkpoints")
+    np.testing.assert_array_equal(loaded.get_weights()[0], model.get_weights()[0])
+    ```
+    """
+
+    resumes = False
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        every: int | str = "epoch",
+        asynchronous: bool = True,
+        max_to_keep: int = 2,
+    ):
+        for name, number in ("every", every), ("max_to_keep", max_to_keep):
+            if not _is_positive(number) and (name, number) != ("every", "epoch"):
+                choice = (
+                    "'epoch' or a number of batches" if name == "every" else "a number"
+                )
+                raise ValueError(
+                    f"Argument `{name}` must be {choice}, 1 or more. Received: "
+                    f"{name}={number!r}"
+                )
+        super().__init__(path, every, False, asynchronous=asynchronous)
+        self.max_to_keep = max_to_keep
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
 class _SavesAfterEpochs(keras.callbacks.Callback):
@@ -231,6 +309,7 @@ class _SavesBeforePreemption(_SavesAfterBatches):
     def _end(self) -> None:
         if self._ends:
             self._ends = False
+            self._training.wait()
             self._preemption.end()
 
 

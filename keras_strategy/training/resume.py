@@ -1,12 +1,4 @@
-"""Backup files, written atomically and verified when read, and random states.
-
-A file is a NumPy archive of arrays and a JSON text. It is written to a temporary name,
-synced and renamed, so that a killed process leaves the previous file intact. The last
-two are kept: if the checksums of one fail, the one before it is used. Third-party state
-is encoded in JSON, without pickle.
-
-Sharded variables are gathered one at a time, and the arrays are spilled to disk until
-the file is written: all of them may not fit into the host's memory.
+"""Random states, and third-party state as JSON, without pickle; spilled arrays.
 
 Keras draws from process-wide random generators to shuffle arrays and to seed layers. If
 each worker drew different numbers, the workers would read different batches.
@@ -14,40 +6,22 @@ each worker drew different numbers, the workers would read different batches.
 
 import base64
 import contextlib
-import errno
-import json
-import logging
-import os
 import pathlib
 import random
-import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes  # a dependency of Keras
 import numpy as np
 
 from keras_strategy.cluster.membership import Cluster, json_digest
 from keras_strategy.core.registry import get_engine
 
-logger = logging.getLogger("keras_strategy")
-
 # Key that marks an encoded value of a type that JSON lacks.
 _MARK = "__"
 # Smaller arrays stay in memory.
 MIN_SPILL_BYTES = 2**16
-
-_FACTS = "facts.json"
-_ANY = re.compile(".*")
-_BACKUP = re.compile(r"backup-\d{9}\.npz")
-_PARTIAL = re.compile(r"\.backup-\d{9}\.npz\.part")
-_DAMAGED = ".damaged"
-_MAX_BACKUPS = 2
-# Files of Keras's own BackupAndRestore.
-_KERAS_FILES = ("latest.weights.h5", "training_metadata.json")
 
 
 def encode(state: Any) -> Any:
@@ -176,113 +150,3 @@ class ArraySpill(contextlib.AbstractContextManager["ArraySpill"]):
         self._count, self._error = 0, None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class BackupContents:
-    facts: dict[str, Any]  # JSON values
-    arrays: dict[str, np.ndarray]
-    file: pathlib.Path
-
-
-class BackupFolder:
-    def __init__(self, path: str | os.PathLike):
-        self._path = pathlib.Path(path)
-        self._spill = ArraySpill(self._path / "backup")
-        self.spill = self._spill.add  # arrays for the next backup
-
-    def read(self) -> BackupContents | None:
-        """Return the last intact backup, or None; rename damaged ones."""
-        self._remove(_PARTIAL)
-        for file in reversed(self._files(_BACKUP)):
-            try:
-                with (
-                    file.open("rb") as opened,
-                    np.load(opened, allow_pickle=False) as archive,
-                ):
-                    metadata = json.loads(archive[_FACTS].tobytes())
-                    plain = {name: archive[name] for name in metadata["dtypes"]}
-            except Exception as error:
-                # A flipped bit may cause any error, such as an unknown compression
-                # method. But an unreadable disk may become readable again.
-                is_disk = isinstance(error, OSError) and error.errno != errno.EINVAL
-                if is_disk or isinstance(error, MemoryError):
-                    raise
-                renamed = file.with_name(file.name + _DAMAGED)
-                os.replace(file, renamed)
-                logger.error(
-                    "The backup %s is damaged (%s) and was renamed to %s. The one "
-                    "before it is used.",
-                    *(file, f"{type(error).__name__}: {error}", renamed.name),
-                )
-            else:
-                arrays = {
-                    name: plain[name].view(getattr(ml_dtypes, dtype, dtype))
-                    for name, dtype in metadata["dtypes"].items()
-                }
-                return BackupContents(metadata["facts"], arrays, file)
-        if any(file.name.endswith(_DAMAGED) for file in self._files()):
-            raise ValueError(
-                f"All backups in {self._path} are damaged. Remove the folder to train "
-                "from the beginning."
-            )
-        keras_files = [name for name in _KERAS_FILES if (self._path / name).exists()]
-        if keras_files:
-            raise ValueError(
-                f"{self._path} contains a backup from Keras's own callback "
-                f"({', '.join(keras_files)}), which lacks the state for an exact "
-                "resume. Remove it to train from the beginning, or use another folder."
-            )
-        return None
-
-    def write(self, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Write a backup of JSON values and arrays; remove old ones."""
-        with self._spill:
-            self._spill.check()
-            self._path.mkdir(parents=True, exist_ok=True)
-            files = self._files(_BACKUP)
-            last = int(files[-1].stem.removeprefix("backup-")) if files else 0
-            target = self._path / f"backup-{last + 1:09}.npz"
-            part = self._path / f".{target.name}.part"
-            try:
-                with part.open("wb") as file:
-                    _write(file, facts, arrays)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(part, target)
-            finally:
-                part.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # some systems cannot sync a folder
-                folder = os.open(self._path, os.O_RDONLY)
-                try:
-                    os.fsync(folder)
-                finally:
-                    os.close(folder)
-            for old in files[: len(files) + 1 - _MAX_BACKUPS]:
-                old.unlink(missing_ok=True)
-
-    def clear(self) -> None:
-        self._remove(_PARTIAL)
-        self._remove(_BACKUP)
-        with contextlib.suppress(OSError):
-            self._path.rmdir()
-
-    def _remove(self, pattern: re.Pattern) -> None:
-        for file in self._files(pattern):
-            file.unlink(missing_ok=True)
-
-    def _files(self, pattern: re.Pattern = _ANY) -> list[pathlib.Path]:
-        names = os.listdir(self._path) if self._path.is_dir() else []
-        return [self._path / name for name in sorted(names) if pattern.fullmatch(name)]
-
-
-def _write(file: Any, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    dtypes = {name: str(array.dtype) for name, array in arrays.items()}
-    text = json.dumps({"facts": facts, "dtypes": dtypes}).encode()
-    plain = {}
-    for name, array in arrays.items():
-        if array.dtype.isbuiltin != 1:  # NumPy knows the dtype by an extension only
-            array = array.view(f"uint{8 * array.dtype.itemsize}")
-        plain[name] = array
-    plain[_FACTS] = np.frombuffer(text, np.uint8)
-    np.savez(file, allow_pickle=False, **plain)

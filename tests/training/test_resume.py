@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import keras_strategy as ks
 from keras_strategy.keras_patches.dataset_state import state_of_this_worker
+from keras_strategy.training.checkpoint import BackupFolder
 from keras_strategy.training.resume import (
-    BackupFolder,
     decode,
     encode,
     get_random_state,
@@ -445,7 +445,7 @@ def test_random_damage_is_moved_aside(tmp_path):
     """Also what makes a reader ask for a password: the next restart goes on."""
     folder = BackupFolder(tmp_path)
     for epoch in (1, 2):
-        folder.write({"epoch": epoch}, {"model/0": np.arange(6)})
+        folder.save(None, {"epoch": epoch}, {"model/0": np.arange(6)}, [], False)
     before, last = sorted(tmp_path.iterdir())
     good = last.read_bytes()
     # Of the list of contents at the end: each field of its first entry, and its place.
@@ -529,7 +529,7 @@ def test_backup_supports_every_dtype(tmp_path):
         "model/1": np.float64(3.5).reshape(()),
         "model/2": np.array([True, False]),
     }
-    folder.write({"epoch": 1}, arrays)
+    folder.save(None, {"epoch": 1}, arrays, [], False)
     found = folder.read()
     assert found is not None and found.facts == {"epoch": 1}
     for name, array in arrays.items():

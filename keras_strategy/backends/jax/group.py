@@ -142,6 +142,16 @@ class JaxReplicaGroup(ComponentGroup):
         by_device = {s.device: s.data.nbytes for s in array.addressable_shards}
         return tuple(by_device.get(device, 0) for device in self.distribution.devices)
 
+    def local_shards(self, variable: Any) -> list[tuple[tuple[int, ...], Any]]:
+        array = keras_state.array_of(variable)
+        if array is None:
+            raise no_value_error(variable)
+        return [
+            (tuple(dimension.start or 0 for dimension in shard.index), shard.data)
+            for shard in array.addressable_shards
+            if shard.replica_id == 0
+        ]
+
     def per_replica_value(self, variable: Any) -> PerReplica:
         if in_program():
             return TracedPerReplica(component_of(variable))

@@ -179,6 +179,17 @@ class TensorFlowGroup(ComponentGroup):
         total = size * len(self.devices)
         return tuple(total if x == parameter_device else 0 for x in self.devices)
 
+    def local_shards(self, variable: Any) -> list[tuple[int, Any]]:
+        shares = flat_shards_of(variable)
+        assert shares is not None
+        local = self.topology.local_replicas
+        parts = zip(local, self.stored_components(variable), strict=True)
+        return [
+            (shares.bounds[replica][0], component)
+            for replica, component in parts
+            if shares.size_of(replica)
+        ]
+
     def worker_contribution(self, variable: Any) -> Any:
         components = [tf.convert_to_tensor(c) for c in self.components(variable)]
         return variable_sync.local_contribution(

@@ -146,6 +146,15 @@ class TorchGroup(ComponentGroup):
             return (byte_count(variable),) * len(self.devices)
         return tuple(t.nbytes for t in components.tensors)
 
+    def local_shards(self, variable: Any) -> list[tuple[int, torch.Tensor]]:
+        components: Any = get_or_create_components(variable, self.layout)
+        replicas = zip(self.topology.local_replicas, components.tensors, strict=True)
+        return [
+            (components.shards.bounds[replica][0], tensor.detach())
+            for replica, tensor in replicas
+            if tensor.numel()
+        ]
+
     def shard_weights(self, variables: Sequence[Any]) -> None:
         """Shard new variables if the strategy shards its parameters."""
         if self.units is not None:
