@@ -74,7 +74,8 @@ def test_damaged_shards_are_not_loaded(written, starter, tmp_path):
     shutil.copytree(written[0], folder)
     shard = folder / "backup-000000003.worker-1.npz"
     content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
+    third = len(content) // 3
+    content[third : 2 * third] = bytes(third)
     shard.write_bytes(content)
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
         found = runner.run(jobs.load, str(folder), SHARDS[-1])
