@@ -45,7 +45,7 @@ def _let_threads_free_memory() -> None:
     def waiting(function):
         def call(*args, **kwargs):
             result = function(*args, **kwargs)
-            time.sleep(0.003)
+            time.sleep(0.05)  # a loaded machine needs that long
             return result
 
         return call

@@ -40,6 +40,7 @@ from keras_strategy.strategies.mirrored import (
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
 )
+from keras_strategy.strategies.plan import plan
 from keras_strategy.strategies.tpu import TPUStrategy
 from keras_strategy.training.cross_device_ops import (
     CrossDeviceOps,
@@ -99,6 +100,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "plan",
     "predict",
     "profile",
     "scale_regularization_loss",

@@ -315,6 +315,13 @@ class Engine(Protocol):
         """Access to the backend for `keras_strategy.audit`."""
         return self.import_module("audit").Adapter()
 
+    @property
+    def planner(self) -> Any:
+        """Module with `without_memory`, `trace_step` and `predict`, for `plan`."""
+        # `without_memory` calls a function of which no tensor takes memory. In it,
+        # `trace_step` takes functions of weights' values and of their gradients.
+        return self.import_module("planning")
+
     def copy_to(self, value: Any, device: str) -> Any:
         """Copy a tensor to `device`, unless it is there or a program decides it."""
 

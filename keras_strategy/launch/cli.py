@@ -7,6 +7,7 @@ for Keras.
 import argparse
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -75,6 +76,17 @@ examples:
 exit codes:
   0    the replicas equal one device
   1    they differ, or the program raised or calls no `fit`"""
+_PLAN = """\
+Runs a program, which builds its model, up to its first `fit`. Prints the bytes of a
+step on each device and what it sends, for each `shard` option, and ends the program."""
+_PLAN_EXAMPLES = """\
+examples:
+  keras-strategy plan --devices 8 train.py
+  keras-strategy plan --devices 512 --memory 80GB --bandwidth 50GB train.py
+
+exit codes:
+  0    a choice fits in the memory, or none is given
+  1    nothing fits, or the program raised or calls no `fit`"""
 _COMPLETION_EXAMPLES = """\
 examples:
   source <(keras-strategy completion bash)
@@ -138,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="subcommand",
         required=True,
-        metavar="{run,info,doctor,scaling,verify,port,completion}",
+        metavar="{run,info,doctor,scaling,verify,plan,port,completion}",
     )
 
     def add(name: str, summary: str, description: str, epilog: str, **settings: Any):
@@ -192,6 +204,26 @@ def _parser() -> argparse.ArgumentParser:
 
     summary = "compare a program's replicas with one device"
     _add_program(add("verify", summary, _VERIFY, _VERIFY_EXAMPLES))
+
+    summary = "predict the memory and traffic of a program's step"
+    plan = add("plan", summary, _PLAN, _PLAN_EXAMPLES)
+    plan.add_argument(
+        "--shard", choices=("none", "optimizer", "parameters", "all"), default="all"
+    )
+    plan.add_argument("--devices", type=_int_from(1), required=True, metavar="N")
+    _add_options(
+        plan,
+        (
+            "batch-size",
+            _int_from(1),
+            None,
+            "N",
+            "rows of a step (default: of fit)",
+        ),
+        ("memory", _bytes, None, "SIZE", "of a device, such as 80GB or 16GiB"),
+        ("bandwidth", _bytes, None, "SIZE", "what a device sends in a second"),
+    )
+    _add_program(plan)
 
     port = add("port", "print what tf.distribute's names become", _PORT, _PORT_EXAMPLES)
     port.add_argument("file", help="a Python program that uses tf.distribute")
@@ -253,6 +285,22 @@ def _int_from(minimum: int) -> Callable[[str], int]:
 def _positive_ints(text: str) -> tuple[int, ...]:
     """Parse comma-separated numbers; return them sorted, each once."""
     return tuple(sorted(set(map(_int_from(1), text.split(",")))))
+
+
+def _bytes(text: str) -> float:
+    match = re.fullmatch(r"([\d.]+) ?([kMGT]?)(i?)B?", text)
+    try:
+        number, prefix, binary = match.groups() if match else ("", "", "")
+        size = float(number) * (1024 if binary else 1000) ** " kMGT".index(
+            prefix or " "
+        )
+    except ValueError:
+        size = 0.0
+    if size <= 0:
+        raise argparse.ArgumentTypeError(
+            f"Expected a number of bytes, such as 80GB or 16GiB. Received: {text!r}"
+        )
+    return size
 
 
 def _seconds(text: str) -> float:

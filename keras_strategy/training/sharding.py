@@ -149,12 +149,16 @@ class OptimizerSharding:
         stored = flat_shards_of(weight)
         if stored is not None and stored.shape == tuple(shape):
             return stored
+        if not self.elementwise:
+            return self.whole_on_owner(weight, shape)
         replicas, size = len(self._loads), math.prod(shape)
-        if self.elementwise:
-            ends = [size * replica // replicas for replica in range(replicas + 1)]
-        else:
-            owner = self.owner_of(weight)
-            ends = [0] * (owner + 1) + [size] * (replicas - owner)
+        ends = [size * replica // replicas for replica in range(replicas + 1)]
+        return FlatShards(tuple(shape), tuple(itertools.pairwise(ends)))
+
+    def whole_on_owner(self, weight: Any, shape: Sequence[int]) -> FlatShards:
+        """Return shards of which the replica that updates a weight has all."""
+        owner, size = self.owner_of(weight), math.prod(shape)
+        ends = [0] * (owner + 1) + [size] * (len(self._loads) - owner)
         return FlatShards(tuple(shape), tuple(itertools.pairwise(ends)))
 
     def owner_of(self, weight: Any) -> int:

@@ -18,7 +18,7 @@ from tests.launch.scripts import ROOT, finish, start
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "required: {run,info,doctor,scaling,verify,port,completion}"),
+        ([], "required: {run,info,doctor,scaling,verify,plan,port,completion}"),
         (["run", __file__], "required: --workers"),
         (["run", "--workers", "2"], "required: program"),
         (
@@ -50,6 +50,16 @@ from tests.launch.scripts import ROOT, finish, start
             "Python script, or -m and the name of a module",
         ),
         (["run", "--workers", "1", "--unknown", __file__], "--unknown"),
+        (["plan", __file__], "required: --devices"),
+        (
+            ["plan", "--devices", "2", "--memory", "80XB", __file__],
+            "argument --memory: Expected a number of bytes, such as 80GB or 16GiB. "
+            "Received: '80XB'",
+        ),
+        (
+            ["plan", "--devices", "2", "--shard", "most", __file__],
+            "argument --shard: invalid choice: 'most'",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, capsys):

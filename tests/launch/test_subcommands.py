@@ -277,6 +277,49 @@ def test_verify_of_program_without_fit(tmp_path, capsys, monkeypatch):
     assert "train.py calls no `fit`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("memory", "rows", "status"), [("1MiB", 16, 0), ("80B", 2, 1), (None, 32, 0)]
+)
+def test_plan_reports_first_fit(memory, rows, status, tmp_path, capsys, monkeypatch):
+    program = tmp_path / "train.py"
+    data = "x, y" if rows == 32 else "x, y, batch_size=16"
+    program.write_text(PROGRAM.replace("{data}", data))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    command = ["plan", "--devices", "4", "--bandwidth", "1kB"]
+    command += ["--memory", memory] if memory else []
+    command += ["--batch-size", "2"] if rows == 2 else []
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--shard", "optimizer", str(program), "1"])
+    assert ended.value.code == status
+    out = capsys.readouterr().out
+    assert f"4 devices in a step of {rows} rows" in out
+    best = "nothing" if status else "shard='optimizer'"
+    assert f"Cheapest that fits: {best}" in out
+    # 5 weights, in a ring: 2 * 3 / 4 * 20 bytes.
+    assert "0.03" in out
+    assert keras.Model.fit.__qualname__.endswith("Trainer.fit")
+
+
+def test_plan_of_iterated_batches(tmp_path, capsys, monkeypatch):
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM.replace("{data}", "iter(batches), steps_per_epoch=2"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--devices", "2", "--shard", "none", str(program), "1"])
+    assert ended.value.code == 0
+    assert "2 devices in a step of 8 rows" in capsys.readouterr().out
+
+
+def test_plan_of_program_without_fit(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    (tmp_path / "train.py").write_text("")
+    assert main(["plan", "--devices", "2", str(tmp_path / "train.py")]) == 1
+    assert "plan: " in (error := capsys.readouterr().err) and "calls no `fit`" in error
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_shell_completion(shell, capsys):
     assert main(["completion", shell]) == 0

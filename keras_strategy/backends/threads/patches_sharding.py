@@ -54,6 +54,11 @@ def shard_adopted_slot(strategy: Any, slot: Any) -> bool:
     return optimizer is not None and _shard(strategy, optimizer, slot, weight)
 
 
+def slot_origin(slot: Any) -> tuple[Any, Any]:
+    """Return the optimizer and weight of a slot created outside of scopes, or None."""
+    return vars(slot).get(_SLOT_OF, (None, None))
+
+
 def _shard(strategy: Any, optimizer: Any, slot: Any, weight: Any) -> bool:
     if strategy.shard is None or strategy.num_replicas_in_sync == 1:
         return False
@@ -71,20 +76,32 @@ def get_or_create_sharding(strategy: Any, optimizer: Any) -> OptimizerSharding |
     sharding = optimizer_sharding_of(optimizer)
     if sharding is not None:
         return sharding
-    elementwise = is_elementwise(optimizer)
-    if elementwise or is_per_weight(optimizer):
-        sharding = OptimizerSharding(strategy.num_replicas_in_sync, elementwise)
+    sharding = new_sharding(optimizer, strategy.num_replicas_in_sync)
+    if sharding is not None:
         vars(optimizer)[OPTIMIZER_SHARDING] = sharding
         return sharding
     if strategy.shard == "parameters":
-        raise ValueError(
-            "shard='parameters' needs one of Keras's optimizers, since the update of a "
-            "weight may depend on all of it. Received: the optimizer "
-            f"{type(optimizer).__name__}. Use shard='optimizer', or KERAS_BACKEND=jax, "
-            "which shards the state of any optimizer."
-        )
+        raise unshardable_error(optimizer)
     _warn_of_no_sharding(type(optimizer))
     return None
+
+
+def new_sharding(optimizer: Any, replicas: int) -> OptimizerSharding | None:
+    """Return a distribution of an optimizer's slots; None if it cannot be sharded."""
+    elementwise = is_elementwise(optimizer)
+    if not elementwise and not is_per_weight(optimizer):
+        return None
+    return OptimizerSharding(replicas, elementwise)
+
+
+def unshardable_error(optimizer: Any) -> ValueError:
+    """Return the error for weights that an optimizer needs whole."""
+    return ValueError(
+        "shard='parameters' needs one of Keras's optimizers, since the update of a "
+        "weight may depend on all of it. Received: the optimizer "
+        f"{type(optimizer).__name__}. Use shard='optimizer', or KERAS_BACKEND=jax, "
+        "which shards the state of any optimizer."
+    )
 
 
 @functools.cache  # once

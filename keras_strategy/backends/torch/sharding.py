@@ -13,6 +13,7 @@ memory: its elements read as NaN.
 import contextlib
 import functools
 import itertools
+import math
 import threading
 import weakref
 from collections import Counter
@@ -269,19 +270,8 @@ class WeightUnit:
 
     def split_evenly(self, values: Sequence[torch.Tensor]) -> None:
         """Store one piece of all weights on each replica."""
-        replicas = self.units.topology.num_replicas
-        total = sum([weight.size for weight in self.weights])
-        piece = -(-total // replicas)
-        shards, begin = [], 0
-        for weight in self.weights:
-            ends = [
-                min(max(piece * replica - begin, 0), weight.size)
-                for replica in range(replicas)
-            ]
-            bounds = tuple(itertools.pairwise([*ends, weight.size]))
-            shards.append(FlatShards(weight.shape, bounds))
-            begin += weight.size
-        self._split(values, shards)
+        shapes = [weight.shape for weight in self.weights]
+        self._split(values, even_shards(shapes, self.units.topology.num_replicas))
 
     def prepare_slot(self, variable: Any, sharding: OptimizerSharding) -> None:
         """Move a weight to one replica if an optimizer needs all of it."""
@@ -308,13 +298,8 @@ class WeightUnit:
 
     def _split_by_owners(self, sharding: OptimizerSharding) -> None:
         self._has_owners = self.has_slots = True
-        replicas, shards = self.units.topology.num_replicas, []
         values = [weight.full_values(weight.tensors)[0] for weight in self.weights]
-        for weight in self.weights:
-            owner = sharding.owner_of(weight.variable())
-            ends = [0] * (owner + 1) + [weight.size] * (replicas - owner)
-            bounds = tuple(itertools.pairwise(ends))
-            shards.append(FlatShards(weight.shape, bounds))
+        shards = [sharding.whole_on_owner(w.variable(), w.shape) for w in self.weights]
         self._split(values, shards)
         self.note_writes(self.weights)
 
@@ -441,15 +426,7 @@ class WeightUnits:
 
     def shard(self, variables: Sequence[Any]) -> None:
         """Make units of new weights, given in the order of layers."""
-        weights: list[Any] = []
-        for variable in variables:
-            if not _is_weight(variable):
-                continue
-            if is_unit_complete([*weights, variable]):
-                self._make_unit(weights)
-                weights = []
-            weights.append(variable)
-        if weights:
+        for weights in group_into_units(variables):
             self._make_unit(weights)
 
     def _make_unit(self, variables: Sequence[Any]) -> None:
@@ -499,6 +476,32 @@ class WeightUnits:
         if origin is None or origin[0] != StorageWeakRef(storage):
             return None
         return origin[1](), origin[2]
+
+
+def even_shards(shapes: Sequence[tuple[int, ...]], replicas: int) -> list[FlatShards]:
+    """Return the shards of a unit's weights, one piece of all of them per replica."""
+    piece = -(-sum(map(math.prod, shapes)) // replicas)
+    shards, begin = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        ends = [min(max(piece * r - begin, 0), size) for r in range(replicas)]
+        shards.append(FlatShards(shape, tuple(itertools.pairwise([*ends, size]))))
+        begin += size
+    return shards
+
+
+def group_into_units(variables: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield the weights of each unit, given variables in the order of layers."""
+    weights: list[Any] = []
+    for variable in variables:
+        if not _is_weight(variable):
+            continue
+        if is_unit_complete([*weights, variable]):
+            yield weights
+            weights = []
+        weights.append(variable)
+    if weights:
+        yield weights
 
 
 def is_unit_complete(variables: Sequence[Any]) -> bool:
