@@ -42,6 +42,7 @@ EXAMPLES = {
     "early_stopping": (1, "val_loss", False),
     "own_rows": (2, "loss", False),
     "sharded_optimizer": (1, "loss", False),
+    "lora_transformer": (2, "loss", False),
     "tf_distribute_port": (1, "accuracy", False),
 }
 BACKENDS = "jax", "torch", "tensorflow"

@@ -255,6 +255,7 @@ TRAININGS = {
     "fit_digits": ("two devices", "one device"),
     "own_rows": ("two workers",),
     "multi_worker": ("two workers", "one device"),
+    "lora_transformer": ("two workers",),
     "sharded_optimizer": ("two devices", "two that share state", "one device"),
 }
 

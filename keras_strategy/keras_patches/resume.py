@@ -481,7 +481,7 @@ def load_checkpoint(
             f"path={os.fspath(path)!r}, which has none."
         )
     if model is None:
-        config, keys = found.facts["model"], found.facts["variables"]
+        config, keys = found.facts.get("model"), found.facts["variables"]
         model = config and keras.saving.deserialize_keras_object(config)
         count = len([key for key in keys if key.startswith("model/")])
         if model is None or len(model.variables) != count:
@@ -496,7 +496,9 @@ def load_checkpoint(
         keys = found.facts["variables"]
         optional += [key for key in keys if not key.startswith("model/")]
     elif not optimizer.built:
-        optimizer.build(model.trainable_variables)
+        owner = ownership.strategy_of_model(model)
+        with contextlib.nullcontext() if owner is None else owner.scope():
+            optimizer.build(model.trainable_variables)
     ownership.broadcast_pending_values()
     variables = variables_of(model, metrics=False)
     saving.assign_variables(strategy, found, variables, tuple(optional))

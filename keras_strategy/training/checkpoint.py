@@ -43,6 +43,8 @@ _DAMAGED = ".damaged"
 _POLL_SECONDS = 0.05
 # How long a worker's file may take to appear on the chief's machine.
 _VISIBLE_SECONDS = 30.0
+# How long the chief waits for other workers' files when training has failed.
+_CLOSE_SECONDS = 2.0
 _NOT_SHARED = (
     "The variables are sharded, so each worker writes a file into {folder}. Expected a "
     "folder that all workers share, such as one on a network file system, but files of "
@@ -149,35 +151,25 @@ class BackupFolder:
         # Other workers than the chief get arrays only if these are sharded.
         while True:
             file = run_on_chief(cluster, "reading the backup", self._find)
-            if cluster is None:
-                return None if file is None else self._contents(file)
             facts = None
             if file is not None:
                 facts = [os.fspath(file), SavedArrays([file]).facts]
-            facts = cluster.exchange("the backup to resume from", facts)[0]
+            if cluster is not None:
+                facts = cluster.exchange("the backup to resume from", facts)[0]
             if facts is None:
                 return None
-            file = pathlib.Path(facts[0])
-            others = self._shard_files(file, facts[1])
+            file, facts = pathlib.Path(facts[0]), facts[1]
+            others = _shard_files(file, facts)
             if not others:
-                arrays = SavedArrays([file]) if cluster.is_chief else {}
-                return BackupContents(facts[1], arrays, file)
+                is_reader = cluster is None or cluster.is_chief
+                arrays = SavedArrays([file]) if is_reader else {}
+                return BackupContents(facts, arrays, file)
             damage = self._check_shards(others, cluster)
             if damage is None:
-                return self._contents(file)
+                arrays = SavedArrays([file, *others])
+                return BackupContents(facts, arrays, file, is_sharded=True)
             move = functools.partial(_move_aside, file, damage)
             run_on_chief(cluster, "reading the backup", move)
-
-    def _contents(self, file: pathlib.Path) -> BackupContents:
-        others = self._shard_files(file, SavedArrays([file]).facts)
-        arrays = SavedArrays([file, *others])
-        return BackupContents(arrays.facts, arrays, file, bool(others))
-
-    def _shard_files(
-        self, file: pathlib.Path, facts: Mapping[str, Any]
-    ) -> list[pathlib.Path]:
-        workers = facts.get("shard_files", 1)
-        return [_shard_file(file, rank) for rank in range(1, workers)]
 
     def _find(self) -> pathlib.Path | None:
         """Return the last backup whose main file is intact; rename damaged ones."""
@@ -202,20 +194,29 @@ class BackupFolder:
         return None
 
     def _check_shards(
-        self, files: Sequence[pathlib.Path], cluster: Cluster
+        self, files: Sequence[pathlib.Path], cluster: Cluster | None
     ) -> str | None:
         """Return the damage to a backup's shards; each worker reads some of them."""
+        rank, size = (0, 1) if cluster is None else (cluster.rank, cluster.size)
         error, damage = None, None
+        missing = [file.name for file in files if not file.exists()]
         try:
-            if not all(file.exists() for file in files):
-                raise FileNotFoundError(_NOT_SHARED.format(folder=self._path))
-            found = map(_damage_of, files[cluster.rank :: cluster.size])
-            damage = next(filter(None, found), None)
+            if not missing:
+                found = map(_damage_of, files[rank::size])
+                damage = next(filter(None, found), None)
         except OSError as caught:
             error = caught
-        raise_if_any_failed(cluster, "reading the backup", error)
-        reports = cluster.exchange("the check of the backup", damage)
-        return next(filter(None, reports), None)
+        reports = [[damage, missing]]
+        if cluster is not None:
+            raise_if_any_failed(cluster, "reading the backup", error)
+            reports = cluster.exchange("the check of the backup", reports[0])
+        elif error is not None:
+            raise error
+        if reports[0][1]:
+            return f"there is no {', '.join(reports[0][1])}"
+        if any(missing for _, missing in reports):
+            raise FileNotFoundError(_NOT_SHARED.format(folder=self._path))
+        return next(filter(None, [damage for damage, _ in reports]), None)
 
     # --- writes
 
@@ -259,7 +260,7 @@ class BackupFolder:
         if not is_chief:
             target = part = _shard_file(file, cast("Cluster", cluster).rank)
             facts = {}
-        others = self._shard_files(file, facts) if is_chief else []
+        others = _shard_files(file, facts) if is_chief else []
         write = functools.partial(_write_file, part, facts, arrays, shards)
         commit = functools.partial(self._commit, part, target, others)
         self._stop.clear()
@@ -276,7 +277,7 @@ class BackupFolder:
             except Exception as caught:
                 error = caught
             raise_if_any_failed(cast("Cluster", cluster), "the backup", error)
-            with self._limited():
+            with self._limited(_VISIBLE_SECONDS):
                 run_on_chief(cluster, "the backup", commit)
         else:
             run_on_chief(cluster, "the backup", lambda: [write(), commit()])
@@ -296,14 +297,13 @@ class BackupFolder:
             self._stop.set()
             raise
         commit = pending.committed
-        with self._limited():
+        with self._limited(_VISIBLE_SECONDS):
             run_on_chief(cluster, "the backup", lambda: commit and commit.result())
 
     @contextlib.contextmanager
-    def _limited(self) -> Iterator[None]:
-        """Limit how long the chief waits for the files that workers have written."""
-        # They may appear late in a folder on a network.
-        timer = threading.Timer(_VISIBLE_SECONDS, self._stop.set)
+    def _limited(self, seconds: float) -> Iterator[None]:
+        """Limit how long the chief waits for other workers' files."""
+        timer = threading.Timer(seconds, self._stop.set)
         timer.daemon = True
         timer.start()
         try:
@@ -313,9 +313,9 @@ class BackupFolder:
 
     def close(self) -> None:
         """End the thread that writes, after what it is writing."""
-        self._stop.set()
         if self._executor is not None:
-            self._executor.shutdown()
+            with self._limited(_CLOSE_SECONDS):
+                self._executor.shutdown()
             self._executor = None
 
     def clear(self) -> None:
@@ -358,6 +358,11 @@ class BackupFolder:
     def _files(self, pattern: re.Pattern = _ANY) -> list[pathlib.Path]:
         names = os.listdir(self._path) if self._path.is_dir() else []
         return [self._path / name for name in sorted(names) if pattern.fullmatch(name)]
+
+
+def _shard_files(file: pathlib.Path, facts: Mapping[str, Any]) -> list[pathlib.Path]:
+    """Return the files of other workers that belong to the chief's."""
+    return [_shard_file(file, rank) for rank in range(1, facts.get("shard_files", 1))]
 
 
 def _shard_file(file: pathlib.Path, rank: int) -> pathlib.Path:

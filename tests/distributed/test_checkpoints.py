@@ -86,6 +86,19 @@ def test_damaged_shards_are_not_loaded(written, starter, tmp_path):
     assert_equal(found[0]["loaded"][:2], model.get_weights()[:2])
 
 
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_one_process_checks_all_shards(is_missing, written, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(written[0], folder)
+    shard = folder / "backup-000000003.worker-1.npz"
+    if is_missing:
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-100])
+    assert int(load_checkpoint(folder).optimizer.iterations.numpy()) == 6
+    assert "backup-000000003.npz.damaged" in names(folder)
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_folders_that_are_not_shared(asynchronous, starter, tmp_path):
     with WorkerRunner(2, timeout_seconds=40, starter=starter) as runner:
