@@ -6,7 +6,7 @@ it. On one machine:
 
     keras-strategy run --workers 2 examples/lora_transformer.py
 
-With `--size large` it has 99 million weights. TensorFlow shards the optimizer alone.
+With `--size large` it has 87 million weights. TensorFlow shards the optimizer alone.
 """
 
 import argparse
