@@ -5,6 +5,7 @@ Keras's epoch iterator reads, so that a resumed `fit` continues with the next ba
 """
 
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -388,13 +389,23 @@ class ResumableFit:
             "data": data_states,
             "begin": self._begin,
             "counts": data_adapters.array_batch_counts(iterator.data_adapter),
-            "model": _serialized(self._model),
+            "model": self._model_config,
         }
         arrays |= best_weights
         is_split = any(map(is_sharded, variables.values()))
         self._folder.save(
             cluster, facts, arrays, shards, is_split, self._backup.asynchronous
         )
+
+    @functools.cached_property
+    def _model_config(self) -> Any:
+        """The model's configuration as JSON values; None if it has none."""
+        try:
+            config = _portable(keras.saving.serialize_keras_object(self._model))
+            json.dumps(config)
+        except (NotImplementedError, TypeError, ValueError):
+            return None
+        return config
 
     def wait(self) -> None:
         """Wait until the last backup is complete."""
@@ -407,16 +418,6 @@ class ResumableFit:
     def clear(self) -> None:
         """Remove the backups."""
         run_on_chief(self.cluster, "the removal of the backups", self._folder.clear)
-
-
-def _serialized(model: keras.Model) -> Any:
-    """Return a model's configuration as JSON values; None if it has none."""
-    try:
-        config = _portable(keras.saving.serialize_keras_object(model))
-        json.dumps(config)
-    except (NotImplementedError, TypeError, ValueError):
-        return None
-    return config
 
 
 def _portable(config: Any) -> Any:

@@ -198,15 +198,16 @@ class ShardedCheckpoint(BackupAndRestore):
         asynchronous: bool = True,
         max_to_keep: int = 2,
     ):
-        for name, number in ("every", every), ("max_to_keep", max_to_keep):
-            if not _is_positive(number) and (name, number) != ("every", "epoch"):
-                choice = (
-                    "'epoch' or a number of batches" if name == "every" else "a number"
-                )
-                raise ValueError(
-                    f"Argument `{name}` must be {choice}, 1 or more. Received: "
-                    f"{name}={number!r}"
-                )
+        if every != "epoch" and not _is_positive(every):
+            raise ValueError(
+                "Argument `every` must be 'epoch' or a number of batches, 1 or more. "
+                f"Received: every={every!r}"
+            )
+        if not _is_positive(max_to_keep):
+            raise ValueError(
+                "Argument `max_to_keep` must be a number of checkpoints, 1 or more. "
+                f"Received: max_to_keep={max_to_keep!r}"
+            )
         super().__init__(path, every, False, asynchronous=asynchronous)
         self.max_to_keep = max_to_keep
 
