@@ -152,16 +152,16 @@ def assign_variables(
     workers = None if found.is_sharded else extended.group.workers
     # Of sharded files each worker reads one array after the other. Else the chief
     # broadcasts some together.
-    for some in _in_groups(wanted, shapes, 0 if workers is None else _BROADCAST_BYTES):
+    for group in _in_groups(wanted, shapes, 0 if workers is None else _BROADCAST_BYTES):
         tensors = []
-        for key, variable in some:
+        for key, variable in group:
             array = found.arrays.get(key)
             if array is None:
                 array = np.zeros(shapes[key], variable.dtype)
             tensors.append(ops.convert_to_tensor(array.astype(variable.dtype)))
         if workers is not None:
             tensors = workers.broadcast("a backup", tensors)
-        for (key, variable), tensor in zip(some, tensors, strict=True):
+        for (key, variable), tensor in zip(group, tensors, strict=True):
             if key.endswith(_PER_REPLICA):
                 values = [tensor[replica] for replica in extended.local_replicas]
                 extended.group.assign_components(variable, values)
@@ -270,14 +270,15 @@ class Checkpoint:
 
     def save(self, steps: int) -> None:
         """Save; all workers call it, and the chief writes."""
-        facts, arrays, shards = read_variables(self._strategy, self._variables())
+        variables = self._variables()
+        facts, arrays, shards = read_variables(self._strategy, variables)
         states = [
             {name: encode(data.state_dict()) for name, data in self._data.items()}
         ]
         if self._data and self._cluster is not None:
             states = self._cluster.exchange("the dataset state", states[0])
         facts |= {"steps": steps, "random": get_random_state(), "data": states}
-        is_split = any(map(is_sharded, self._variables().values()))
+        is_split = any(map(is_sharded, variables.values()))
         self._folder.save(self._cluster, facts, arrays, shards, is_split)
 
     def _variables(self) -> dict[str, Any]:

@@ -233,12 +233,12 @@ class BackupFolder:
 
         Args:
             cluster: The workers.
-            facts: JSON values, the chief's count.
-            arrays: What is not sharded, on the chief.
-            shards: What this worker's replicas store.
+            facts: JSON values, of which the chief's are written.
+            arrays: The chief's arrays that are not sharded.
+            shards: The shards that this worker's replicas store.
             is_sharded: Whether any worker has shards.
             asynchronous: Whether to return at once. The next save, and `wait`, raise
-                what has failed. `arrays` and `shards` must not change.
+                the error of a failed write. `arrays` and `shards` must not change.
         """
         self.wait(cluster)
         is_chief = cluster is None or cluster.is_chief
@@ -277,7 +277,7 @@ class BackupFolder:
             except Exception as caught:
                 error = caught
             raise_if_any_failed(cast("Cluster", cluster), "the backup", error)
-            with self._limited(_VISIBLE_SECONDS):
+            with self._wait_limit(_VISIBLE_SECONDS):
                 run_on_chief(cluster, "the backup", commit)
         else:
             run_on_chief(cluster, "the backup", lambda: [write(), commit()])
@@ -297,11 +297,11 @@ class BackupFolder:
             self._stop.set()
             raise
         commit = pending.committed
-        with self._limited(_VISIBLE_SECONDS):
+        with self._wait_limit(_VISIBLE_SECONDS):
             run_on_chief(cluster, "the backup", lambda: commit and commit.result())
 
     @contextlib.contextmanager
-    def _limited(self, seconds: float) -> Iterator[None]:
+    def _wait_limit(self, seconds: float) -> Iterator[None]:
         """Limit how long the chief waits for other workers' files."""
         timer = threading.Timer(seconds, self._stop.set)
         timer.daemon = True
@@ -314,7 +314,7 @@ class BackupFolder:
     def close(self) -> None:
         """End the thread that writes, after what it is writing."""
         if self._executor is not None:
-            with self._limited(_CLOSE_SECONDS):
+            with self._wait_limit(_CLOSE_SECONDS):
                 self._executor.shutdown()
             self._executor = None
 

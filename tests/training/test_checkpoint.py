@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import time
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ from keras import layers
 import keras_strategy as ks
 from keras_strategy.callbacks import ShardedCheckpoint, load_checkpoint
 from keras_strategy.core.registry import get_engine
+from keras_strategy.training import checkpoint
 from keras_strategy.training.checkpoint import SavedArrays
 
 ENGINE = get_engine()
@@ -132,17 +134,23 @@ def test_backup_and_restore_resumes_from_a_checkpoint(asynchronous, tmp_path):
     whole = made(2, SHARDS[-1])
     fit(whole)
     model = made(2, SHARDS[-1])
-    checkpoint = ShardedCheckpoint(tmp_path, every=1, asynchronous=asynchronous)
+    saves = ShardedCheckpoint(tmp_path, every=1, asynchronous=asynchronous)
     with pytest.raises(Stopped):
-        fit(model, checkpoint, Stop())
+        fit(model, saves, Stop())
     resumed = made(2, SHARDS[-1])
     fit(resumed, ks.callbacks.BackupAndRestore(tmp_path))
     assert_equal(whole, resumed)
 
 
-def test_asynchronous_backup_is_what_the_step_left(tmp_path):
-    """Training changes the variables while they are written."""
-    kept = {}
+def test_asynchronous_backup_is_what_the_step_left(tmp_path, monkeypatch):
+    """The next step changes the variables before they are written."""
+    kept, write = {}, checkpoint._write_file
+
+    def write_late(*args):
+        time.sleep(0.2)
+        write(*args)
+
+    monkeypatch.setattr(checkpoint, "_write_file", write_late)
 
     class Keep(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
