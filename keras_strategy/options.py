@@ -149,7 +149,8 @@ class CommunicationOptions:
         bytes_per_pack: Maximum number of bytes of gradients in one collective; 0 lets
             the backend decide. Must be equal on all workers. Has an effect on
             TensorFlow; and on torch, where packs of whole gradients are then reduced
-            during the backward pass, see [Several workers](several_workers.md).
+            during the backward pass, see [Several workers](several_workers.md), and
+            sharded weights are gathered ahead, see [Larger models](larger_models.md).
         timeout_seconds: Seconds that workers wait for one that is alive but silent
             before all of them end. None uses the environment variable
             KERAS_STRATEGY_TIMEOUT_SECONDS, or else 600.

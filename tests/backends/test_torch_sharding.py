@@ -1,5 +1,6 @@
 """Sharded weights on torch: programs that use torch itself, errors and memory."""
 
+import contextlib
 import gc
 import logging
 
@@ -14,7 +15,7 @@ if keras.backend.backend() != "torch":
 
 import keras_strategy as ks  # noqa: E402
 from keras_strategy.audit import verify  # noqa: E402
-from keras_strategy.backends.torch import sharding  # noqa: E402
+from keras_strategy.backends.torch import patches_optimizers, sharding  # noqa: E402
 from keras_strategy.keras_patches.variables_optimizers import (  # noqa: E402
     stored_value,
 )
@@ -47,15 +48,57 @@ def test_programs_equal_one_device(name, replicas, one_device):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
+def assert_equal_programs(found, one_device):
+    assert found.keys() == one_device.keys()
+    for name, weights in found.items():
+        for a, b in zip(one_device[name], weights, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_programs_of_workers_equal_one_device(devices, one_device, starter):
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
-        results = runner.run(jobs.train_all, devices)
-    for found in results:
-        assert found.keys() == one_device.keys()
-        for name, weights in found.items():
-            for a, b in zip(one_device[name], weights, strict=True):
-                np.testing.assert_allclose(a, b, atol=2e-6, err_msg=name)
+        for found in runner.run(jobs.train_all, devices):
+            assert_equal_programs(found, one_device)
+
+
+def test_prefetched_units_equal_one_device(one_device, starter):
+    with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
+        for found, read, prefetched, left in runner.run(jobs.train_all_with_prefetch):
+            assert_equal_programs(found, one_device)
+            assert read > prefetched > read / 2
+            assert left == 0
+
+
+def test_workers_that_read_other_units_than_were_prefetched_fail(starter):
+    with WorkerRunner(2, timeout_seconds=60, starter=starter) as runner:
+        for message in runner.run(jobs.read_other_units):
+            assert "different" in message, message
+
+
+def test_optimizer_updates_few_shards_at_a_time(monkeypatch, one_device):
+    sizes = []
+    cls = type(keras.optimizers.RMSprop())
+    update = cls._parallel_update_step
+
+    def recorded(self, grads, *args):
+        sizes.append([gradient.nbytes for gradient in grads])
+        update(self, grads, *args)
+
+    def train(many):
+        with many.scope() if many else contextlib.nullcontext():
+            keras.utils.set_random_seed(1)
+            model = jobs.dense(keras.optimizers.RMSprop(0.01))
+        fit(model)
+        return model.get_weights()
+
+    expected = train(None)
+    monkeypatch.setattr(cls, "_parallel_update_step", recorded)
+    monkeypatch.setattr(patches_optimizers, "UNIT_BYTES", jobs.UNIT_BYTES)
+    for a, b in zip(expected, train(strategy()), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+    assert all(sum(group[:-1]) < jobs.UNIT_BYTES for group in sizes)
+    assert any(len(group) > 1 for group in sizes)
 
 
 def made(many, model=jobs.dense):

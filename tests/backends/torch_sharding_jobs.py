@@ -1,6 +1,7 @@
 """Programs that train with torch's own functions, and what workers do with them."""
 
 import contextlib
+import gc
 from typing import Any
 
 import keras
@@ -207,11 +208,71 @@ def train(name: str, strategy: Any) -> list[np.ndarray]:
     return model.get_weights()
 
 
+def workers_strategy(bytes_per_pack: int = 0) -> ks.MultiWorkerMirroredStrategy:
+    sharding.UNIT_BYTES = UNIT_BYTES
+    options = ks.experimental.CommunicationOptions(bytes_per_pack=bytes_per_pack)
+    return ks.MultiWorkerMirroredStrategy(
+        shard="parameters", batch_statistics="global", communication_options=options
+    )
+
+
 def train_all(devices: int) -> dict[str, list[np.ndarray]]:
     """Train all programs with several workers of some devices each."""
-    sharding.UNIT_BYTES = UNIT_BYTES
     ks.config.set_logical_devices("cpu", devices)
-    strategy = ks.MultiWorkerMirroredStrategy(
-        shard="parameters", batch_statistics="global"
-    )
+    strategy = workers_strategy()
     return {name: train(name, strategy) for name in PROGRAMS}
+
+
+def train_all_with_prefetch() -> tuple[dict[str, list[np.ndarray]], int, int, int]:
+    """Train all programs; return how many units were read and prefetched."""
+    # The last number is of the units that are left of a program that has ended.
+    read, prefetched = [], []
+    take = sharding.UnitPrefetch.take
+
+    def counted(self, unit, dtype):
+        started = take(self, unit, dtype)
+        read.append(unit.number)
+        prefetched.extend([unit.number] * (started is not None))
+        return started
+
+    sharding.UnitPrefetch.take = counted
+    strategy = workers_strategy(bytes_per_pack=1000)
+    found = {name: train(name, strategy) for name in PROGRAMS}
+    counts = len(read), len(prefetched)
+    train("two models", strategy)
+    gc.collect()
+    existing = [x for x in gc.get_objects() if isinstance(x, sharding.WeightUnit)]
+    left = {unit.number for unit in existing} & set(read[counts[0] :])
+    return found, *counts, len(left)
+
+
+def read_other_units() -> str:
+    """Run a step in which worker 1 reads another layer than the one before."""
+    strategy = workers_strategy(bytes_per_pack=1000)
+    with strategy.scope():
+        parts = [layers.Dense(9) for _ in range(4)]
+        for part in parts:
+            part.build((None, 9))
+
+    def step(order):
+        for index in order:
+            parts[index](ops.ones((1, 9)))
+
+    for _ in range(3):
+        strategy.run(step, ([0, 1, 2],))
+    is_second = strategy.cluster_resolver.task_id == 1
+    # Worker 1 deletes a layer late, which came next in the last run.
+    strategy.run(step, ([0, 1, 3],))
+    deleted = parts[3:] if is_second else []
+    parts[3:] = [layers.Dense(9)]
+    with strategy.scope():
+        parts[3].build((None, 9))
+    gc.collect()
+    strategy.run(step, ([0, 1],))
+    strategy.run(step, ([0, 1, 2],))
+    del deleted
+    try:
+        strategy.run(step, ([0, 3 if is_second else 1, 2],))
+    except RuntimeError as error:
+        return str(error)
+    return ""

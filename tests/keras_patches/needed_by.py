@@ -371,6 +371,10 @@ NEEDED_BY = {
         "torch",
         f"{_SHARDING}::test_equality_table_with_sharding[mixed_float16]",
     ),
+    "backends.torch.patches_optimizers TorchParallelOptimizer._backend_update_step": (
+        "torch",
+        f"{_TORCH_SHARDING}::test_optimizer_updates_few_shards_at_a_time",
+    ),
     "backends.torch.patches_optimizers Adam._parallel_update_step": (
         "torch",
         "tests/backends/test_torch_fused.py::test_fused_update_matches_keras",

@@ -71,7 +71,7 @@ class TorchWorkers(WorkerCollectives):
         tensor = tensor.detach()
         shape = tuple(tensor.shape)
         if tensor.dtype == torch.bool:
-            self._verify(name, tensor, shape)
+            self.verify(name, tensor, shape)
             raise TypeError(f"`{name}` adds numbers. Received a tensor of booleans.")
         buffer = tensor.new_empty(tensor.numel() + CHECKSUM_TAIL)
         total = buffer[:-CHECKSUM_TAIL].copy_(tensor.reshape(-1))
@@ -83,9 +83,9 @@ class TorchWorkers(WorkerCollectives):
             raise self._mismatch(name, tensor, shape)
         return total.view(shape)
 
-    def can_overlap(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Return True if gradients of Keras's own step are sent during backward."""
-        return self._overlaps_on_cpus or gradients[0].is_cuda
+    def can_overlap(self, device: torch.device | str) -> bool:
+        """Return True if tensors are sent while the device computes."""
+        return self._overlaps_on_cpus or torch.device(device).type == "cuda"
 
     def assign_buckets(
         self, gradients: Sequence[torch.Tensor], variables: Sequence[Any] | None
@@ -93,7 +93,7 @@ class TorchWorkers(WorkerCollectives):
         """Return the indices of each bucket's gradients, in sending order."""
         # The list is empty if one bucket has all of them, in their order.
         max_bytes = self._bucket_bytes
-        if not max_bytes and self.can_overlap(gradients):
+        if not max_bytes and self.can_overlap(gradients[0].device):
             max_bytes = MAX_BUCKET_BYTES if self.replica.step.logs_are_metrics else 0
         if not max_bytes or variables is None or len(variables) != len(gradients):
             return []
@@ -159,6 +159,7 @@ class TorchWorkers(WorkerCollectives):
         tensors: list[Any],
         weight: float | None,
         shards: Sequence[FlatShards],
+        buffers: FlatBufferPool | None = None,
     ) -> list[torch.Tensor]:
         """Return this worker's shards of the sums of the workers' weighted tensors."""
         # The list loses the tensors that were sent, so that their memory can be freed.
@@ -166,32 +167,35 @@ class TorchWorkers(WorkerCollectives):
         # the traffic of an all-reduce. gloo's `reduce_scatter` sends as much as that.
         shape = (sum([tensor.numel() for tensor in tensors]),)
         name = self.replica.step.reduction
-        self._verify(f"{name} (shares)", tensors[0], shape)
+        self.verify(f"{name} (shares)", tensors[0], shape)
         results: list[torch.Tensor] = []
         for bucket in bucket_by_size(tensors, MAX_BUCKET_BYTES):
             flats = [tensors[index].reshape(-1) for index in bucket]
             specs = [shards[index] for index in bucket]
             bounds = [[s.bounds[r] for s in specs] for r in range(self.size)]
             sizes = [[end - begin for begin, end in of_rank] for of_rank in bounds]
-            sent = torch.cat(
-                [
-                    flat[begin:end]
-                    for of_rank in bounds
-                    for flat, (begin, end) in zip(flats, of_rank, strict=True)
-                ]
-            )
-            del flats
+            totals = list(map(sum, sizes))
+            sent = (buffers or _NEW).take(sum(totals), flats[0])
+            parts = [
+                flat[begin:end]
+                for of_rank in bounds
+                for flat, (begin, end) in zip(flats, of_rank, strict=True)
+            ]
+            torch.cat(parts, out=sent)
+            del flats, parts
             for index in bucket:
                 tensors[index] = None
             scale_in_place(sent, weight)
-            local = sizes[self.rank]
-            sums = self._sum_parts(name, sent, list(map(sum, sizes))).split(local)
+            sums = self._sum_parts(name, sent, totals).split(sizes[self.rank])
             for shard, spec in zip(sums, specs, strict=True):
                 results.append(shard.view(spec.shape_of(self.rank)))
         return results
 
     def _sum_parts(
-        self, name: str, sent: torch.Tensor, sizes: Sequence[int]
+        self,
+        name: str,
+        sent: torch.Tensor,
+        sizes: Sequence[int],
     ) -> torch.Tensor:
         """Send each worker its part of a flat tensor; sum those that have come."""
         local = sizes[self.rank]
@@ -213,7 +217,7 @@ class TorchWorkers(WorkerCollectives):
         ]
         sizes = [sum([part.numel() for part in parts]) for parts in by_worker]
         home = by_worker[0][0]
-        self._verify(f"{name} (shares)", home, (sum(sizes),))
+        self.verify(f"{name} (shares)", home, (sum(sizes),))
         sent = torch.cat(
             [p.reshape(-1).to(home.device) for ps in by_worker for p in ps]
         )
@@ -235,7 +239,7 @@ class TorchWorkers(WorkerCollectives):
         axis %= max(tensor.ndim, 1)
         tensor = tensor.detach()
         others = tuple(tensor.shape[:axis]) + tuple(tensor.shape[axis + 1 :])
-        self._verify(name, tensor, others, f" other than axis {axis}")
+        self.verify(name, tensor, others, f" other than axis {axis}")
         rows = tensor.movedim(axis, 0)
         if counts is None:  # not all workers know them
             size = torch.tensor([len(rows)], device=tensor.device)
@@ -246,6 +250,16 @@ class TorchWorkers(WorkerCollectives):
         self, name: str, rows: torch.Tensor, counts: Sequence[int]
     ) -> torch.Tensor:
         """Join the workers' rows, whose numbers all workers know; verify nothing."""
+        return self.start_gather(name, rows, counts)()
+
+    def start_gather(
+        self,
+        name: str,
+        rows: torch.Tensor,
+        counts: Sequence[int],
+        buffers: FlatBufferPool | None = None,
+    ) -> Callable[[], torch.Tensor]:
+        """Start to join the workers' rows; return what waits for them."""
         longest = max(counts)
         sent = rows.contiguous()
         if len(rows) < longest:
@@ -253,26 +267,33 @@ class TorchWorkers(WorkerCollectives):
             sent[: len(rows)] = rows
         shape = sum(counts), *rows.shape[1:]
         if sent.numel() == 0:
-            return rows.new_empty(shape)
+            return lambda: rows.new_empty(shape)
+        received = (buffers or _NEW).take(self.size * sent.numel(), rows)
+        by_row = received.view(self.size * longest, -1)
         # As bytes, since gloo does not know all dtypes.
         sent = sent.reshape(longest, -1).view(torch.uint8)
-        received = sent.new_empty((self.size * longest, sent.shape[1]))
-        with self.track_operation(name):
-            getattr(dist, ALL_GATHER)(received, sent)
-        short = [count for count in counts if count < longest]
-        if not any(short[1:]) and sorted(counts, reverse=True) == list(counts):
-            joined = received[: sum(counts)]  # in one piece
-        else:
-            parts = zip(received.split(longest), counts, strict=True)
-            joined = torch.cat([part[:count] for part, count in parts])
-        return joined.view(rows.dtype).reshape(shape)
+        gather = getattr(dist, ALL_GATHER)
+        work = gather(by_row.view(torch.uint8), sent, async_op=True)
+
+        def finish() -> torch.Tensor:
+            with self.track_operation(name):
+                work.wait()
+            short = [count for count in counts if count < longest]
+            if not any(short[1:]) and sorted(counts, reverse=True) == list(counts):
+                joined = by_row[: sum(counts)]  # in one piece
+            else:
+                parts = zip(by_row.split(longest), counts, strict=True)
+                joined = torch.cat([part[:count] for part, count in parts])
+            return joined.reshape(shape)
+
+        return finish
 
     def broadcast(
         self, name: str, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         results = []
         for tensor in tensors:
-            self._verify(name, tensor, tuple(tensor.shape))
+            self.verify(name, tensor, tuple(tensor.shape))
             sent = tensor.detach().clone(memory_format=torch.contiguous_format)
             if tensor.dtype == torch.bool:
                 sent = sent.to(torch.uint8)
@@ -281,7 +302,7 @@ class TorchWorkers(WorkerCollectives):
             results.append(sent.to(tensor.dtype))
         return results
 
-    def _verify(
+    def verify(
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], which: str = ""
     ) -> None:
         checksum = _checksum(name, tensor, shape)
@@ -316,6 +337,8 @@ def map_flattened(
     return results
 
 
+# It keeps no buffers.
+_NEW = FlatBufferPool(max_buffers=0)
 _connected: TorchWorkers | None = None
 # Whether `connect` initialized torch.distributed, rather than the program.
 _initialized_here = False

@@ -23,7 +23,6 @@ from keras_strategy.core.collectives import CHECKSUM_TAIL
 # nothing hides their bucket, so it is smaller.
 FIRST_BUCKET_BYTES: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # pyright: ignore
 MAX_BUCKET_BYTES = 25 << 20
-_MAX_BUFFERS = 4
 # How often in a row gradients may be changed after they were sent.
 _MAX_STALE = 3
 
@@ -37,7 +36,8 @@ class FlatBufferPool:
     # slow. A buffer that is still referenced elsewhere, such as by an optimizer that
     # keeps its gradients, is not reused.
 
-    def __init__(self) -> None:
+    def __init__(self, max_buffers: int = 4) -> None:
+        self._max_buffers = max_buffers
         self._buffers: dict[Any, tuple[torch.Tensor, int]] = {}
 
     def take(self, size: int, like: torch.Tensor) -> torch.Tensor:
@@ -48,10 +48,13 @@ class FlatBufferPool:
         if entry is None or _use_count(entry[0].untyped_storage()._cdata) != entry[1]:
             buffer = like.new_empty(size)
             entry = buffer, _use_count(buffer.untyped_storage()._cdata)
-        if len(self._buffers) >= _MAX_BUFFERS:
-            self._buffers.pop(next(iter(self._buffers)))  # the least recently used
         self._buffers[key] = entry
-        return entry[0]
+        if len(self._buffers) > self._max_buffers:
+            self._buffers.pop(next(iter(self._buffers)))  # the least recently used
+        return entry[0].view(-1)  # another tensor, which counts as a use
+
+    def clear(self) -> None:
+        self._buffers.clear()
 
 
 def write_weighted(

@@ -199,7 +199,7 @@ class TorchGroup(ComponentGroup):
                 return replica.run(fn, args, kwargs)
             finally:
                 if self.units is not None:
-                    self.units.release()
+                    self.units.end_run()
 
     def _run_in_turns(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, batch: BatchRows | None

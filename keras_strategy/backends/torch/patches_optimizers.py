@@ -1,7 +1,8 @@
 """Patches of optimizers on torch: a fused Adam step, and sharded updates.
 
 Every replica updates its copy of the variables. Keras's Adam makes about twelve passes
-over all of them; torch's fused kernel makes one.
+over all of them; torch's fused kernel makes one. Of shards, the other optimizers update
+some at a time, as Keras's functions make copies of all that they are given.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,10 @@ from keras_strategy.backends.threads.patches import (
     current_stateless_scope,
     current_thread_replica,
 )
-from keras_strategy.backends.threads.patches_sharded_update import ShardedUpdateScope
+from keras_strategy.backends.threads.patches_sharded_update import (
+    ShardedUpdateScope,
+    current_update_scope,
+)
 from keras_strategy.backends.threads.patches_sharding import (
     apply_outside_replicas_error,
     get_or_create_sharding,
@@ -24,7 +28,7 @@ from keras_strategy.backends.torch.gradient_buckets import (
     bucket_by_size,
 )
 from keras_strategy.backends.torch.replica import TorchReplica
-from keras_strategy.backends.torch.sharding import WeightUnits, unit_of
+from keras_strategy.backends.torch.sharding import UNIT_BYTES, WeightUnits, unit_of
 from keras_strategy.backends.torch.state import (
     ShardedGradient,
     find_components,
@@ -47,7 +51,11 @@ _adam: Callable[..., Any] = torch._fused_adam_  # pyright: ignore
 _NO_CORRECTION = float("inf")
 
 
-Adam: Any = find_module("Adam", "keras.src.backend.torch.optimizers.torch_adam").Adam
+_OPTIMIZERS = "keras.src.backend.torch.optimizers"
+Adam: Any = find_module("Adam", f"{_OPTIMIZERS}.torch_adam").Adam
+_Parallel: Any = find_module(
+    "TorchParallelOptimizer", f"{_OPTIMIZERS}.torch_parallel_optimizer"
+).TorchParallelOptimizer
 
 
 def _fused_update(adam, tensors_of, grads, variables, learning_rate) -> bool:
@@ -133,6 +141,29 @@ def _update(original, replica, self, grads, variables, learning_rate):
         self, replica.tensors_to_update, grads, variables, learning_rate
     ):
         original(self, grads, variables, learning_rate)
+
+
+def updates_in_groups(optimizer: Any) -> bool:
+    """Return True if an optimizer updates some shards at a time."""
+    # The fused kernel makes no copies, and Nadam assigns a scalar in each call.
+    return isinstance(optimizer, _Parallel) and not isinstance(
+        optimizer, (Adam, keras.optimizers.Nadam)
+    )
+
+
+@hook(
+    _Parallel,
+    "_backend_update_step",
+    "(self, grads, trainable_variables, learning_rate)",
+    when=current_update_scope,
+)
+def _update_shards(original, scope, self, grads, trainable_variables, learning_rate):
+    """Update about 4 MB of shards at a time, so that copies of them are as small."""
+    if not updates_in_groups(self):
+        return original(self, grads, trainable_variables, learning_rate)
+    for group in bucket_by_size(grads, UNIT_BYTES):
+        variables = [trainable_variables[index] for index in group]
+        original(self, [grads[index] for index in group], variables, learning_rate)
 
 
 class _TorchShardedUpdateScope(ShardedUpdateScope):

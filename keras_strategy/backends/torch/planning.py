@@ -22,8 +22,12 @@ from keras_strategy.backends.torch.gradient_buckets import (
     MAX_BUCKET_BYTES,
     bucket_by_size,
 )
-from keras_strategy.backends.torch.patches_optimizers import Adam
-from keras_strategy.backends.torch.sharding import even_shards, group_into_units
+from keras_strategy.backends.torch.patches_optimizers import Adam, updates_in_groups
+from keras_strategy.backends.torch.sharding import (
+    UNIT_BYTES,
+    even_shards,
+    group_into_units,
+)
 from keras_strategy.core.planning import PlannedChoice, StepTrace
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_value
@@ -148,8 +152,12 @@ def predict(
         slot_bytes, _ = plan_slots(slots, replicas, shard)
         casts = sum([known.casts.get(index, 0) for index in known.saved])
         unit, sizes = max(units, default=0), (stored, stored, slot_bytes)
+        update //= replicas
+        if updates_in_groups(optimizer) and stored:
+            group = max(UNIT_BYTES, unit // replicas)
+            update = round(update * min(1, group / stored))
         # Gradients come as activations go: the most is there at one end of backward.
-        late = stored + known.outputs + max(2 * unit, update // replicas)
+        late = stored + known.outputs + max(2 * unit, update)
         early = max(stored + known.most_forward, known.most_lean) - casts + unit
         peak = max(early, late)
     else:

@@ -422,7 +422,7 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
             and OPTIMIZER_SHARDING in vars(optimizer)
             and self.sees_replica_variables()
             and active_recorder(self._strategy) is None
-            and not workers.can_overlap(tensors)
+            and not workers.can_overlap(tensors[0].device)
         ):
             shards = gradient_shards(optimizer, tensors, variables)
         with torch.no_grad():

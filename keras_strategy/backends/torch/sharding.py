@@ -31,6 +31,7 @@ from keras_strategy.backends.threads.patches import (
     current_thread_replica,
     global_state,
 )
+from keras_strategy.backends.torch.gradient_buckets import FlatBufferPool
 from keras_strategy.backends.torch.state import (
     COMPONENTS,
     GradientTerm,
@@ -349,16 +350,32 @@ class WeightUnit:
             parts = [part.to(device, dtype) for part in self._local_parts(replica)]
             flat = parts[0] if len(parts) == 1 else torch.cat(parts)
             if units.layout.workers is not None:
-                local = len(units.layout.devices)
-                counts = [
-                    sum(self.sizes[first : first + local])
-                    for first in range(0, len(self.sizes), local)
-                ]
-                name = f"the weights of unit {self.number} '{self.weights[0].path}'"
-                flat, _ = units.layout.workers.gather(name, flat, 0, counts)
+                flat = self._gather_from_workers(replica, flat)
             self._gathered[key] = flat, flat._version
             units.remember(flat, self, dtype)
         return flat
+
+    def _gather_from_workers(self, replica: Any, flat: torch.Tensor) -> torch.Tensor:
+        workers: Any = self.units.layout.workers
+        prefetch = None if replica is None else self.units.prefetch
+        started = None if prefetch is None else prefetch.take(self, flat.dtype)
+        # Only with the same gathers before do workers prefetch the same one.
+        state = "weights" if started is None else "prefetched weights"
+        name = f"the {state} of unit {self.number} '{self.weights[0].path}'"
+        workers.verify(name, flat, ())
+        if started is None:
+            sizes, buffers = self.worker_sizes(), self.units.buffers
+            started = workers.start_gather(name, flat, sizes, buffers)
+        gathered = started()
+        if prefetch is not None:
+            prefetch.start_next()
+        return gathered
+
+    def worker_sizes(self) -> tuple[int, ...]:
+        """Return the numbers of elements of which each worker stores the shards."""
+        local = len(self.units.layout.devices)
+        firsts = range(0, len(self.sizes), local)
+        return tuple([sum(self.sizes[first : first + local]) for first in firsts])
 
     def _local_parts(self, replica: Any) -> Sequence[torch.Tensor]:
         """Return the flat shards of the local replicas, as a run has left them."""
@@ -382,6 +399,8 @@ class WeightUnit:
         for weight in weights:
             weight.writes += 1
         self.release()
+        if self.units.prefetch is not None:
+            self.units.prefetch.drop(self.number)
 
     def weight_at(self, offset: int) -> WeightComponents:
         """Return the weight that has an element of the gathered tensor."""
@@ -403,6 +422,66 @@ class WeightUnit:
             )
 
 
+class _UnitGather(NamedTuple):
+    """A gather of a unit, which some workers may have deleted and others not yet."""
+
+    number: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]  # of the workers' shards
+    unit: "weakref.ref[WeightUnit]"
+
+
+class UnitPrefetch:
+    """Gathers, while a layer computes, the unit that came next in the last run."""
+
+    # Workers that have gathered the same units before prefetch the same one. It is
+    # verified when it is read, as others are.
+
+    def __init__(self, units: "WeightUnits"):
+        self._workers: Any = units.layout.workers
+        self._device, self._buffers = units.layout.devices[0], units.buffers
+        self._last_order: list[_UnitGather] = []  # in the last run
+        self._order: list[_UnitGather] = []  # in this one
+        self._unit = -1  # the number of that which is being gathered
+        self._finish: Any = None
+
+    def end_run(self) -> None:
+        self._last_order, self._order = self._order, []
+        self.drop(self._unit)
+
+    def drop(self, number: int) -> None:
+        """Forget a unit's gather, whose weights are written."""
+        if number == self._unit:
+            self._unit, self._finish = -1, None
+
+    def take(
+        self, unit: WeightUnit, dtype: torch.dtype
+    ) -> Callable[[], torch.Tensor] | None:
+        """Return what waits for the unit, if it is being gathered."""
+        position = len(self._order)
+        sizes = unit.worker_sizes()
+        self._order.append(_UnitGather(unit.number, dtype, sizes, weakref.ref(unit)))
+        started = self._finish if unit.number == self._unit else None
+        self.drop(self._unit)
+        last = [gather[:3] for gather in self._last_order[position : position + 1]]
+        if last != [(unit.number, dtype, sizes)]:
+            self._last_order = []  # this run takes another way
+            return None
+        return started
+
+    def start_next(self) -> None:
+        """Start the gather that came next in the last run."""
+        for number, dtype, sizes, ref in self._last_order[len(self._order) :][:1]:
+            unit, size = ref(), sizes[self._workers.rank]
+            if unit is not None and unit.worker_sizes() == sizes:
+                flat = unit.flats[0].to(dtype=dtype)
+            else:  # no worker will read it
+                flat = torch.zeros(size, dtype=dtype, device=self._device)
+            name = f"the weights of unit {number}"
+            self._unit = number
+            self._finish = self._workers.start_gather(name, flat, sizes, self._buffers)
+
+
 class WeightUnits:
     """The units of a strategy, and which of them are gathered."""
 
@@ -412,6 +491,13 @@ class WeightUnits:
         WeightUnits.exist = True
         self.layout, self.topology = layout, layout.topology
         self.numbers = itertools.count()
+        workers: Any = layout.workers
+        # Of the gathered unit, or of the gradients that a worker sends, in a run.
+        self.buffers = FlatBufferPool(max_buffers=1)
+        self.prefetch: UnitPrefetch | None = None
+        first, *others = layout.devices
+        if workers is not None and not others and workers.can_overlap(first):
+            self.prefetch = UnitPrefetch(self)
         # Of the local replicas that run.
         self.reads: list[ReplicaReads | None] = [None] * len(layout.devices)
         # Where the sums of the replicas' shards are collected.
@@ -447,6 +533,12 @@ class WeightUnits:
         if gathered is not None and gathered is not unit:
             gathered.release()
         self._gathered = weakref.ref(unit)
+
+    def end_run(self) -> None:
+        self.release()
+        self.buffers.clear()
+        if self.prefetch is not None:
+            self.prefetch.end_run()
 
     def release(self) -> None:
         gathered, self._gathered = self._gathered, None
@@ -727,7 +819,10 @@ class ReplicaReads:
         else:
             workers: Any = self.units.layout.workers
             shards = workers.reduce_scatter_weighted(
-                gradients, step.row_weight, [weight.shards for weight in weights]
+                gradients,
+                step.row_weight,
+                [weight.shards for weight in weights],
+                self.units.buffers,
             )
             terms = [GradientTerm({self._replica.id: shard}, True) for shard in shards]
         for weight, leaf, term in zip(weights, leaves, terms, strict=True):
