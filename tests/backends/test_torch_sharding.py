@@ -76,7 +76,7 @@ def test_workers_that_read_other_units_than_were_prefetched_fail(starter):
             assert "different" in message, message
 
 
-def test_optimizer_updates_few_shards_at_a_time(monkeypatch, one_device):
+def test_optimizer_updates_few_shards_at_a_time(monkeypatch):
     sizes = []
     cls = type(keras.optimizers.RMSprop())
     update = cls._parallel_update_step

@@ -251,8 +251,8 @@ def read_other_units() -> str:
     strategy = workers_strategy(bytes_per_pack=1000)
     with strategy.scope():
         parts = [layers.Dense(9) for _ in range(4)]
-        for part in parts:
-            part.build((None, 9))
+        for index in range(4):
+            parts[index].build((None, 9))
 
     def step(order):
         for index in order:

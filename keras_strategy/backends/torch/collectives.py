@@ -192,10 +192,7 @@ class TorchWorkers(WorkerCollectives):
         return results
 
     def _sum_parts(
-        self,
-        name: str,
-        sent: torch.Tensor,
-        sizes: Sequence[int],
+        self, name: str, sent: torch.Tensor, sizes: Sequence[int]
     ) -> torch.Tensor:
         """Send each worker its part of a flat tensor; sum those that have come."""
         local = sizes[self.rank]

@@ -3,6 +3,7 @@
 Each device has a process. gloo's collectives, on CPUs, use a buffer of their own.
 """
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -110,6 +111,7 @@ def trace_step(
 
     for weight in filter(lambda weight: weight.requires_grad, weights):
         weight.register_post_accumulate_grad_hook(_bytes.note_gradient)
+    gc.collect()  # garbage that is freed in the step would hide what it allocates
     before = _bytes.restart()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         steps = map(pytree.tree_leaves, forward(weights))
@@ -152,10 +154,7 @@ def predict(
         slot_bytes, _ = plan_slots(slots, replicas, shard)
         casts = sum([known.casts.get(index, 0) for index in known.saved])
         unit, sizes = max(units, default=0), (stored, stored, slot_bytes)
-        update //= replicas
-        if updates_in_groups(optimizer) and stored:
-            group = max(UNIT_BYTES, unit // replicas)
-            update = round(update * min(1, group / stored))
+        update = _sharded_update(update, optimizer, weights, replicas)
         # Gradients come as activations go: the most is there at one end of backward.
         late = stored + known.outputs + max(2 * unit, update)
         early = max(stored + known.most_forward, known.most_lean) - casts + unit
@@ -173,7 +172,8 @@ def predict(
             # gloo receives elsewhere first, and two copies of the shards that are sent.
             pairs = zip([0, *buckets], buckets, strict=False)
             most = [a + (2 - has_gpus) * b + 2 * b // replicas for a, b in pairs]
-            update = max(update // replicas, *most)
+            update = _sharded_update(update, optimizer, weights, replicas)
+            update = max(update, *most)
             update += size // replicas if scatters else 0  # sums of gradients
         # The buffer of an all-reduce is kept for the next step.
         kept = size if is_several and not scatters else 0
@@ -188,6 +188,16 @@ def predict(
         collectives=collectives * is_several,
         sent=round(share * sent),
     )
+
+
+def _sharded_update(
+    update: int, optimizer: Any, weights: Sequence[Any], replicas: int
+) -> int:
+    """Return the bytes that a replica needs while it updates its shards."""
+    shards = [byte_count(weight) / replicas for weight in weights]
+    if updates_in_groups(optimizer) and any(shards):
+        update = round(update * min(1, max(UNIT_BYTES, *shards) / sum(shards)))
+    return update // replicas
 
 
 def _buckets(weights: Sequence[Any]) -> list[int]:

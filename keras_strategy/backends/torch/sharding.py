@@ -359,9 +359,7 @@ class WeightUnit:
         workers: Any = self.units.layout.workers
         prefetch = None if replica is None else self.units.prefetch
         started = None if prefetch is None else prefetch.take(self, flat.dtype)
-        # Only with the same gathers before do workers prefetch the same one.
-        state = "weights" if started is None else "prefetched weights"
-        name = f"the {state} of unit {self.number} '{self.weights[0].path}'"
+        name = f"the weights of unit {self.number} '{self.weights[0].path}'"
         workers.verify(name, flat, ())
         if started is None:
             sizes, buffers = self.worker_sizes(), self.units.buffers
@@ -400,7 +398,7 @@ class WeightUnit:
             weight.writes += 1
         self.release()
         if self.units.prefetch is not None:
-            self.units.prefetch.drop(self.number)
+            self.units.prefetch.drop(self)
 
     def weight_at(self, offset: int) -> WeightComponents:
         """Return the weight that has an element of the gathered tensor."""
@@ -442,17 +440,17 @@ class UnitPrefetch:
         self._device, self._buffers = units.layout.devices[0], units.buffers
         self._last_order: list[_UnitGather] = []  # in the last run
         self._order: list[_UnitGather] = []  # in this one
-        self._unit = -1  # the number of that which is being gathered
-        self._finish: Any = None
+        self._number: int | None = None  # of the unit that is being gathered
+        self._finish: Any = None  # waits for it
 
     def end_run(self) -> None:
         self._last_order, self._order = self._order, []
-        self.drop(self._unit)
+        self._number = self._finish = None
 
-    def drop(self, number: int) -> None:
-        """Forget a unit's gather, whose weights are written."""
-        if number == self._unit:
-            self._unit, self._finish = -1, None
+    def drop(self, unit: WeightUnit) -> None:
+        """Forget the gather of a unit whose weights are written."""
+        if unit.number == self._number:
+            self._number = self._finish = None
 
     def take(
         self, unit: WeightUnit, dtype: torch.dtype
@@ -461,8 +459,8 @@ class UnitPrefetch:
         position = len(self._order)
         sizes = unit.worker_sizes()
         self._order.append(_UnitGather(unit.number, dtype, sizes, weakref.ref(unit)))
-        started = self._finish if unit.number == self._unit else None
-        self.drop(self._unit)
+        started = self._finish if unit.number == self._number else None
+        self._number = self._finish = None
         last = [gather[:3] for gather in self._last_order[position : position + 1]]
         if last != [(unit.number, dtype, sizes)]:
             self._last_order = []  # this run takes another way
@@ -472,13 +470,14 @@ class UnitPrefetch:
     def start_next(self) -> None:
         """Start the gather that came next in the last run."""
         for number, dtype, sizes, ref in self._last_order[len(self._order) :][:1]:
-            unit, size = ref(), sizes[self._workers.rank]
+            unit = ref()
             if unit is not None and unit.worker_sizes() == sizes:
                 flat = unit.flats[0].to(dtype=dtype)
             else:  # no worker will read it
+                size = sizes[self._workers.rank]
                 flat = torch.zeros(size, dtype=dtype, device=self._device)
             name = f"the weights of unit {number}"
-            self._unit = number
+            self._number = number
             self._finish = self._workers.start_gather(name, flat, sizes, self._buffers)
 
 
