@@ -21,7 +21,7 @@ class Adapter(AuditAdapter):
     """Access to torch for an audit."""
 
     def host_copy(self, x: Any) -> np.ndarray | None:
-        if not isinstance(x, torch.Tensor) or x.device.type == "meta":
+        if not isinstance(x, torch.Tensor) or x.is_meta:
             return None
         x = x.detach()
         if x.dtype is torch.bfloat16:
@@ -29,7 +29,7 @@ class Adapter(AuditAdapter):
         return (x.to_dense() if x.is_sparse else x).cpu().numpy().copy()
 
     def tensor_restorer(self, x: Any) -> Callable[[], None] | None:
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor) or x.is_meta:
             return None
         copy, gradient = x.detach().clone(), _copy_of_gradient(x)
 

@@ -194,10 +194,14 @@ def _sharded_update(
     update: int, optimizer: Any, weights: Sequence[Any], replicas: int
 ) -> int:
     """Return the bytes that a replica needs while it updates its shards."""
-    shards = [byte_count(weight) / replicas for weight in weights]
-    if updates_in_groups(optimizer) and any(shards):
-        update = round(update * min(1, max(UNIT_BYTES, *shards) / sum(shards)))
-    return update // replicas
+    if not updates_in_groups(optimizer):
+        return update // replicas
+    size = group = most = 0
+    for shard in [byte_count(weight) // replicas for weight in weights]:
+        size, group = size + shard, group + shard
+        most = max(most, group)
+        group = 0 if group >= UNIT_BYTES else group
+    return update // replicas * most // max(size, 1)
 
 
 def _buckets(weights: Sequence[Any]) -> list[int]:

@@ -795,6 +795,7 @@ class ReplicaReads:
             if entry.arrived:
                 self._reduce(unit, entry)
             entry.pending, entry.is_closed = set(), True
+        self.units.buffers.clear()  # the optimizer may need the memory
 
     @torch.no_grad()
     def _reduce(self, unit: WeightUnit, entry: _BackwardPass) -> None:
