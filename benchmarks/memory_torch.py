@@ -45,6 +45,8 @@ def _let_threads_free_memory() -> None:
     def waiting(function):
         def call(*args, **kwargs):
             result = function(*args, **kwargs)
+            if result is not None:  # the work of an asynchronous one
+                result.wait()
             time.sleep(0.05)  # a loaded machine needs that long
             return result
 
