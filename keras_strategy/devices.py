@@ -65,6 +65,16 @@ def resolve_devices(
     return tuple(names)
 
 
+def repeat_devices(
+    devices: Sequence[str], virtual_replicas: int | None, workers: int = 1
+) -> tuple[str, ...]:
+    """Return the device of each of a worker's replicas."""
+    count = 1
+    if virtual_replicas is not None:
+        count = virtual_replicas // (workers * len(devices))
+    return tuple(device for device in devices for _ in range(count))
+
+
 def prime_factors(number: int) -> list[int]:
     """Return the prime factors of a positive number in ascending order."""
     factors, factor = [], 2
@@ -126,6 +136,9 @@ class ReplicaTopology:
     devices: tuple[str, ...]
     # The `Cluster`; None for a single process.
     cluster: Any = None
+    # Sums over the replicas follow one binary tree, whatever the number of devices. A
+    # device may have several replicas in a row, which share its copy of variables.
+    sums_in_tree: bool = False
 
     @functools.cached_property
     def num_replicas(self) -> int:

@@ -116,6 +116,54 @@ def check_shard(shard: Any, engine: Any, cross_device_ops: Any = None) -> str | 
     return shard
 
 
+def check_virtual_replicas(
+    virtual_replicas: Any,
+    devices: int,
+    engine: Any,
+    shard: Any = None,
+    cross_device_ops: Any = None,
+) -> int | None:
+    """Return the argument; raise if it is invalid, or unsupported by the backend."""
+    if virtual_replicas is None:
+        return None
+    received = f"Received: virtual_replicas={virtual_replicas!r}"
+    is_int = isinstance(virtual_replicas, int) and not isinstance(
+        virtual_replicas, bool
+    )
+    if not is_int or virtual_replicas < 1:
+        raise ValueError(
+            "Argument `virtual_replicas` must be a positive whole number, or None for "
+            f"one replica on each device. {received}"
+        )
+    if virtual_replicas % devices:
+        divisors = [
+            n for n in range(1, virtual_replicas + 1) if virtual_replicas % n == 0
+        ]
+        raise ValueError(
+            "Argument `virtual_replicas` must be a multiple of the number of devices, "
+            f"of which there are {devices}. {received}, which run on "
+            f"{', '.join(map(str, divisors))} devices."
+        )
+    reason = engine.virtual_replicas_unsupported_reason()
+    if reason is not None:
+        raise UnsupportedBackendError(
+            f"`virtual_replicas` is not available with the Keras backend "
+            f"'{engine.name}': {reason}"
+        )
+    if shard is not None:
+        raise ValueError(
+            "`virtual_replicas` cannot be combined with `shard`: omit one of the two. "
+            f"{received} and shard={shard!r}"
+        )
+    if cross_device_ops is not None and cross_device_ops.has_custom_reduce:
+        raise ValueError(
+            "`virtual_replicas` sums in an order of its own, so it cannot use a "
+            f"`cross_device_ops` of yours. {received} and "
+            f"cross_device_ops={cross_device_ops!r}"
+        )
+    return virtual_replicas
+
+
 class CommunicationImplementation(enum.Enum):
     """Library that carries values between workers.
 

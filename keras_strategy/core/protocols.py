@@ -167,6 +167,8 @@ class Replica(Protocol):
     step: "StepState"
     # Index among all replicas, from 0.
     id: Any
+    # Calls `fn(gradients)`, which updates variables, once for several replicas.
+    share_update: Any = None
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
         """Reduce over the replicas; the gradient of a sum is the sum of the gradients.
@@ -271,6 +273,13 @@ class Engine(Protocol):
 
     def sharding_unsupported_reason(self, shard: str) -> str | None:
         """Return why `shard` is unsupported, and what works; None if supported."""
+
+    def virtual_replicas_unsupported_reason(self) -> str | None:
+        """Return why virtual replicas are unsupported; None if they are supported."""
+        return (
+            "its compiled programs round differently on another number of devices. Use "
+            "KERAS_BACKEND=torch."
+        )
 
     def logical_devices_unsupported_reason(self) -> str | None:
         """Return why a replica has one device, and what works; None if several can."""

@@ -157,6 +157,8 @@ def _sum_and_apply(
     sums = _sum_gradients(strategy, replica, optimizer, grads, variables)
     replica.step.is_applying = True
     try:
+        if replica.share_update is not None:
+            return replica.share_update(apply, sums)
         return apply(sums)
     finally:
         replica.step.is_applying = False

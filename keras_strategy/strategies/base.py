@@ -102,6 +102,7 @@ class Strategy(Reports):
 
     _batch_statistics: str | None = None
     _shard: str | None = None
+    _virtual_replicas: int | None = None
     _logical: LogicalDevices | None = None
     _parameter_device: str | None = None
 
@@ -133,6 +134,11 @@ class Strategy(Reports):
     def shard(self) -> str | None:
         """The `shard` option: `"optimizer"`, `"parameters"` or None."""
         return self._shard
+
+    @property
+    def virtual_replicas(self) -> int | None:
+        """The `virtual_replicas` option; None for one replica on each device."""
+        return self._virtual_replicas
 
     @property
     def logical_devices(self) -> LogicalDevices | None:

@@ -62,7 +62,8 @@ class StrategyExtended:
     ):
         self._strategy = container_strategy
         self.cluster = cluster
-        self.topology = ReplicaTopology(tuple(devices), cluster)
+        is_virtual = container_strategy.virtual_replicas is not None
+        self.topology = ReplicaTopology(tuple(devices), cluster, is_virtual)
         local = self.topology.devices
         logical = container_strategy.logical_devices
         is_single = self.num_replicas == 1 and logical is None

@@ -13,12 +13,18 @@ from keras_strategy.cluster.membership import Cluster, join_cluster
 from keras_strategy.cluster_resolver import detect
 from keras_strategy.cluster_resolver.cluster_spec import split_host_port
 from keras_strategy.core.registry import get_engine
-from keras_strategy.devices import ReplicaTopology, canonical_device, resolve_devices
+from keras_strategy.devices import (
+    ReplicaTopology,
+    canonical_device,
+    repeat_devices,
+    resolve_devices,
+)
 from keras_strategy.options import (
     CommunicationOptions,
     check_batch_statistics,
     check_communication_options,
     check_shard,
+    check_virtual_replicas,
 )
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended, resolve_local_devices
@@ -104,12 +110,19 @@ class MirroredStrategy(Strategy):
         shard: What is sharded over the devices, for models that fill a device's
             memory: `"optimizer"` for the optimizer's slots, `"parameters"` for the
             trainable weights as well, None for nothing. Results are the same.
+        virtual_replicas: A number of replicas, which run on the devices in turns. It
+            decides the order of all sums, so that training has the same result, to the
+            bit, on any number of devices that divides it; see
+            [Same bits on any number of devices](same_bits.md). None for one replica on
+            each device. On torch.
 
     Raises:
         TypeError: If `cross_device_ops` is not a `CrossDeviceOps` of this package.
         ValueError: If `devices` is empty, has a device twice, one that does not exist,
-            or several types; or if `batch_statistics` or `shard` is invalid.
-        UnsupportedBackendError: If the backend cannot train, or not with this `shard`.
+            or several types; or if `batch_statistics`, `shard` or `virtual_replicas` is
+            invalid.
+        UnsupportedBackendError: If the backend cannot train, or not with this `shard`
+            or with `virtual_replicas`.
 
     Example:
 
@@ -133,13 +146,18 @@ class MirroredStrategy(Strategy):
         *,
         batch_statistics: str | None = None,
         shard: str | None = None,
+        virtual_replicas: int | None = None,
     ):
         check_cross_device_ops(cross_device_ops)
         self._batch_statistics = check_batch_statistics(batch_statistics)
         self._cross_device_ops = cross_device_ops
         self._shard = check_shard(shard, get_engine(), cross_device_ops)
         self._devices = resolve_local_devices(devices)
-        super().__init__(StrategyExtended(self, self._devices, cross_device_ops))
+        self._virtual_replicas = check_virtual_replicas(
+            virtual_replicas, len(self._devices), get_engine(), shard, cross_device_ops
+        )
+        devices = repeat_devices(self._devices, virtual_replicas)
+        super().__init__(StrategyExtended(self, devices, cross_device_ops))
 
 
 def connect_workers(resolver: Any, options: CommunicationOptions) -> Cluster | None:
@@ -202,12 +220,15 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: A `CommunicationOptions`, or None.
         batch_statistics: See `MirroredStrategy`. The same on all workers.
         shard: See `MirroredStrategy`. The same on all workers, for all their devices.
+        virtual_replicas: See `MirroredStrategy`. A multiple of the number of all
+            workers' devices, the same on all workers.
 
     Raises:
         TypeError: If an argument has another type.
         ValueError: If the cluster cannot train, or does not contain this process; or
-            if `batch_statistics` or `shard` is invalid.
-        UnsupportedBackendError: If the Keras backend in use does not support `shard`.
+            if `batch_statistics`, `shard` or `virtual_replicas` is invalid.
+        UnsupportedBackendError: If the Keras backend in use does not support `shard` or
+            `virtual_replicas`.
         RuntimeError: In a notebook, with several workers; or if their settings differ.
 
     Example:
@@ -232,6 +253,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         batch_statistics: str | None = None,
         shard: str | None = None,
+        virtual_replicas: int | None = None,
     ):
         self._batch_statistics = check_batch_statistics(batch_statistics)
         self._communication_options = communication_options
@@ -251,7 +273,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices = tuple(get_engine().list_devices())
         if workers is not None:
             devices = _local_devices(devices, workers)
-            check_workers_agree(self, workers, devices)
+            chosen = {"`virtual_replicas`": virtual_replicas}
+            check_workers_agree(self, workers, devices, chosen)
+        size = 1 if workers is None else workers.size
+        self._virtual_replicas = check_virtual_replicas(
+            virtual_replicas, size * len(devices), get_engine(), shard
+        )
+        devices = repeat_devices(devices, virtual_replicas, size)
         super().__init__(StrategyExtended(self, devices, cluster=workers))
 
     @property

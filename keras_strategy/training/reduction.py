@@ -1,8 +1,8 @@
-"""Reductions over replicas: dtypes, axes, divisors, batch statistics, time in them."""
+"""Reductions over replicas: dtypes, axes, order, batch statistics, time in them."""
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -91,6 +91,31 @@ def check_gatherable(values: Sequence[Any], axis: int) -> None:
         f"`axis`. Received: axis={axis!r}, and values of shapes {shapes} in replica "
         "order."
     )
+
+
+def _halves(replicas: range) -> tuple[range, range]:
+    # As in a Merkle tree of RFC 6962: the largest power of two comes first.
+    middle = replicas.start + (1 << (len(replicas) - 1).bit_length() - 1)
+    return range(replicas.start, middle), range(middle, replicas.stop)
+
+
+def find_subtrees(replicas: range, of: range) -> list[range]:
+    """Return the largest subtrees of a tree of replicas that have only some of them."""
+    if replicas.start <= of.start and of.stop <= replicas.stop:
+        return [of]
+    if replicas.start >= of.stop or of.start >= replicas.stop:
+        return []
+    return [tree for half in _halves(of) for tree in find_subtrees(replicas, half)]
+
+
+def sum_in_tree(
+    replicas: range, parts: Mapping[range, Any], add: Callable[[Any, Any], Any]
+) -> Any:
+    """Sum in the order of a binary tree, given the sums of its subtrees or leaves."""
+    if replicas in parts:
+        return parts[replicas]
+    first, second = [sum_in_tree(half, parts, add) for half in _halves(replicas)]
+    return add(first, second)
 
 
 def num_entries(shape: Any, axes: Sequence[int]) -> Any:

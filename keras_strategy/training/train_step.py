@@ -281,31 +281,33 @@ def report_differing_rows(batches: Sequence[Any]) -> Iterator[None]:
         raise
 
 
-def average_logs(logs: Any, weights: Sequence[Any], sum_all: Any = None) -> Any:
+def average_logs(
+    logs: Any,
+    weights: Sequence[Any],
+    sum_all: Callable[[Sequence[Sequence[Any]]], Sequence[Any]],
+) -> Any:
     """Return the mean of the replicas' logs, weighted by rows."""
-    # `sum_all` sums a list of tensors over the workers, if there are several.
+    # `sum_all` returns the sums over all replicas, given the local ones' summands.
 
-    def weighted_mean(*values):
-        parts = []
-        for value, weight in zip(values, weights, strict=True):
-            value = ops.convert_to_tensor(value)
-            if not is_float(value):
-                value = ops.cast(value, "float32")
-            parts.append(apply_row_weight(value, weight))
-        return sum(parts[1:], parts[0])
+    def summand(value, weight):
+        value = ops.convert_to_tensor(value)
+        if not is_float(value):
+            value = ops.cast(value, "float32")
+        return apply_row_weight(value, weight)
 
     replicas = len(weights)
     local = [select_replica(logs, replica, replicas) for replica in range(replicas)]
-    means = tree.map_structure(weighted_mean, *local)
-    if sum_all is None:
-        return means
-    return tree.pack_sequence_as(means, sum_all(tree.flatten(means)))
+    summands = [
+        [summand(value, weight) for value in tree.flatten(logs)]
+        for logs, weight in zip(local, weights, strict=True)
+    ]
+    return tree.pack_sequence_as(local[0], sum_all(list(zip(*summands, strict=True))))
 
 
 def merge_worker_metrics(
     model: keras.Model,
-    local_contribution: Callable[[Any], Any],
-    sum_all: Callable[[list[Any]], Sequence[Any]],
+    local_summands: Callable[[Any], Sequence[Any]],
+    sum_all: Callable[[Sequence[Sequence[Any]]], Sequence[Any]],
 ) -> dict[str, Any]:
     """Return `get_metrics_result` over all workers, with one reduction."""
     states = [
@@ -313,6 +315,6 @@ def merge_worker_metrics(
         for variable in model.metrics_variables
         if is_sync_on_read(variable) and variable.aggregation != "none"
     ]
-    sums = sum_all([local_contribution(variable) for variable in states])
+    sums = sum_all([local_summands(variable) for variable in states])
     with keras.StatelessScope(state_mapping=list(zip(states, sums, strict=True))):
         return model.get_metrics_result()

@@ -107,20 +107,18 @@ def split_for_local_replicas(
     return [first if replica == 0 else other for replica in topology.local_replicas]
 
 
-def local_contribution(
-    variable: Any,
-    values: Sequence[Any],
-    topology: ReplicaTopology,
-    add: Callable[[Sequence[Any]], Any],
-) -> Any:
-    """Return a worker's summand of an on-read variable's cross-replica value."""
-    if variable.aggregation == "only_first_replica":
-        first = values[0]
-        return first if topology.local_replicas.start == 0 else ops.zeros_like(first)
-    total = add(values)
+def local_summands(
+    variable: Any, values: Sequence[Any], topology: ReplicaTopology
+) -> list[Any]:
+    """Return the local replicas' summands of an on-read variable's value."""
     if variable.aggregation == "mean":
-        return ops.divide(total, topology.num_replicas)
-    return total
+        return [ops.divide(value, topology.num_replicas) for value in values]
+    if variable.aggregation == "only_first_replica":
+        return [
+            value if replica == 0 else ops.zeros_like(value)
+            for replica, value in zip(topology.local_replicas, values, strict=True)
+        ]
+    return list(values)
 
 
 def no_value_error(variable: Any) -> ValueError:

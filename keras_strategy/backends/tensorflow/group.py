@@ -190,11 +190,9 @@ class TensorFlowGroup(ComponentGroup):
             if shares.size_of(replica)
         ]
 
-    def worker_contribution(self, variable: Any) -> Any:
+    def local_summands(self, variable: Any) -> list[Any]:
         components = [tf.convert_to_tensor(c) for c in self.components(variable)]
-        return variable_sync.local_contribution(
-            variable, components, self.topology, tensors.sum_values
-        )
+        return variable_sync.local_summands(variable, components, self.topology)
 
     def assign(self, variable: Any, value: Any) -> None:
         parts = variable_sync.split_for_local_replicas(variable, value, self.topology)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import cond_v2
 
+from keras_strategy.backends.tensorflow.tensors import sum_values
 from keras_strategy.backends.tensorflow.training import (
     MappedBatches,
     TrainingStrategy,
@@ -175,7 +176,7 @@ def _value(original, self):
             return original(self)
         name = f"the value of '{self.path}'"
         with group.collective_scope(name):
-            part = group.worker_contribution(self)
+            part = sum_values(group.local_summands(self))
             value = group.workers.sum(name, part)
     return self._maybe_autocast(tf.convert_to_tensor(value))
 

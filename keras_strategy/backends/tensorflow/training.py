@@ -30,6 +30,7 @@ from keras_strategy.backends.tensorflow.tensors import (
     common_rows,
     rows_of_tensor,
     slice_rows,
+    sum_values,
 )
 from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import LocalRows, RowRange
@@ -78,14 +79,18 @@ class TrainingStrategy:
             (PerReplica(shards), PerReplica(weights), PerReplica(row_ranges)),
             {},
         )
-        sum_all: Any = None
-        if workers is not None:
-            sum_all = functools.partial(workers.sum_all, "logs", verify=Verify.NEVER)
-        if has_metrics and sum_all is None:
+
+        def sum_all(summands):
+            sums = list(map(sum_values, summands))
+            if workers is None:
+                return sums
+            return workers.sum_all("logs", sums, verify=Verify.NEVER)
+
+        if has_metrics and workers is None:
             return model.get_metrics_result()  # from the states on all replicas
         if has_metrics:
-            contribution = group.worker_contribution
-            return train_step.merge_worker_metrics(model, contribution, sum_all)
+            summands = group.local_summands
+            return train_step.merge_worker_metrics(model, summands, sum_all)
         if kind != "predict":
             return train_step.average_logs(outputs, weights, sum_all)
 

@@ -20,7 +20,7 @@ from keras_strategy.core.step_state import StepState
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.training import ownership
 from keras_strategy.training.reduction import check_same_dtype
-from keras_strategy.training.variable_sync import local_contribution
+from keras_strategy.training.variable_sync import local_summands
 from keras_strategy.values import regroup, select_replica
 
 
@@ -52,9 +52,10 @@ class ThreadReplica(Replica):
     def add(self, tensors: Sequence[Any]) -> Any:
         """Sum the local replicas' tensors, on the first one's device."""
 
-    def sum_over_workers(self, name: str, tensor: Any) -> Any:
-        """Sum the workers' tensors; one of the threads calls it."""
-        return tensor if self.workers is None else self.workers.sum(name, tensor)
+    def sum_all(self, name: str, tensors: Sequence[Any]) -> Any:
+        """Sum the local replicas' tensors with the other workers'; a thread calls it."""
+        total = self.add(tensors)
+        return total if self.workers is None else self.workers.sum(name, total)
 
     def exchange(
         self, name: str, value: Any, combine: Callable[[list[Any]], Any]
@@ -78,7 +79,7 @@ class ThreadReplica(Replica):
                     f"Received the shapes {shapes}, in the order of the replicas. "
                     "For rows that differ use `all_gather`, or reduce them first."
                 )
-            return self.sum_over_workers(name, self.add(tensors))
+            return self.sum_all(name, tensors)
 
         return self.here(self.exchange(name, tensor, combine))
 
@@ -131,8 +132,8 @@ class ThreadReplica(Replica):
         )
 
     def _aggregate(self, variable: Any, values: Sequence[Any]) -> Any:
-        contribution = local_contribution(variable, values, self.topology, self.add)
-        return self.sum_over_workers(f"the value of '{variable.path}'", contribution)
+        summands = local_summands(variable, values, self.topology)
+        return self.sum_all(f"the value of '{variable.path}'", summands)
 
     def once(self, fn: Callable[[], Any]) -> Any:
         with (

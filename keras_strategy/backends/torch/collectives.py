@@ -34,6 +34,7 @@ from keras_strategy.core.collectives import (
 )
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.options import CommunicationImplementation
+from keras_strategy.training.reduction import find_subtrees, sum_in_tree
 from keras_strategy.training.sharding import FlatShards
 
 # Before torch 2.13 it has the second name.
@@ -42,6 +43,8 @@ ALL_GATHER = (
     if hasattr(dist, "all_gather_single")
     else "all_gather_into_tensor"
 )
+# Elements from which each worker adds up a part of a tensor, rather than all of it.
+_MIN_SCATTERED = 1 << 14
 # Most sets of variables whose gradients are sent early, as each adds hooks to them.
 _MAX_LAYOUTS = 16
 
@@ -222,6 +225,48 @@ class TorchWorkers(WorkerCollectives):
         own = by_worker[self.rank]
         for total, part in zip(sums.split([p.numel() for p in own]), own, strict=True):
             part.copy_(total.view(part.shape))
+
+    def sum_in_tree(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sum the tensors of all workers' replicas in an order that V alone decides."""
+        local, first = len(tensors), tensors[0]
+        if first.dtype == torch.bool:
+            raise TypeError(f"`{name}` adds numbers. Received a tensor of booleans.")
+        every = range(local * self.size)
+        own = [range(i, i + local) for i in range(0, len(every), local)]
+        subtrees = [find_subtrees(replicas, every) for replicas in own]
+        leaves = {
+            range(replica, replica + 1): tensor.detach().reshape(-1)
+            for replica, tensor in zip(own[self.rank], tensors, strict=True)
+        }
+        sums = [
+            sum_in_tree(subtree, leaves, torch.add) for subtree in subtrees[self.rank]
+        ]
+        self.verify(f"{name} (in a tree)", first, tuple(first.shape))
+        nodes = [subtree for trees in subtrees for subtree in trees]
+        counts = list(map(len, subtrees))
+
+        def total(rows):
+            return sum_in_tree(every, dict(zip(nodes, rows, strict=True)), torch.add)
+
+        if first.numel() < _MIN_SCATTERED:
+            rows = self.gather_rows(name, torch.stack(sums), counts)
+            return total(rows.unbind()).view(first.shape)
+        # Each worker adds up a part, which the others send it.
+        width = -(-first.numel() // self.size)
+        sent = first.new_zeros(self.size, len(sums), width)
+        for index, flat in enumerate(sums):
+            padded = torch.nn.functional.pad(flat, (0, self.size * width - len(flat)))
+            sent[:, index] = padded.view(self.size, width)
+        received = first.new_empty(len(nodes), width)
+        with self.track_operation(name):
+            dist.all_to_all_single(
+                received.view(-1).view(torch.uint8),
+                sent.view(-1).view(torch.uint8),
+                [count * width * first.element_size() for count in counts],
+                [len(sums) * width * first.element_size()] * self.size,
+            )
+        parts = self.gather_rows(name, total(received.unbind()), [width] * self.size)
+        return parts[: first.numel()].view(first.shape)
 
     def sum_all(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return map_flattened(tensors, lambda flat: self.sum(name, flat))

@@ -57,6 +57,9 @@ class TorchEngine(Engine):
     def sharding_unsupported_reason(self, shard: str) -> str | None:
         return None
 
+    def virtual_replicas_unsupported_reason(self) -> str | None:
+        return None
+
     def logical_devices_unsupported_reason(self) -> str:
         return (
             "torch has no replicas of several devices, and its TPUs are not supported. "

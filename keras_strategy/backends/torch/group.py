@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,7 +35,6 @@ from keras_strategy.backends.torch.state import (
     ShardedComponents,
     find_components,
     get_or_create_components,
-    sum_tensors,
 )
 from keras_strategy.backends.torch.training import LogReaderDetector
 from keras_strategy.core import context
@@ -59,6 +58,9 @@ from keras_strategy.values import (
 )
 
 
+_ANY_ORDER = contextlib.nullcontext
+
+
 class TorchGroup(ComponentGroup):
     def __init__(
         self, strategy: Any, devices: tuple[str, ...], workers: TorchWorkers | None
@@ -78,7 +80,8 @@ class TorchGroup(ComponentGroup):
             else arrays_to_tensors
         )
         self.workers = workers
-        self.topology = ReplicaTopology(devices, workers)
+        is_virtual = strategy.virtual_replicas is not None
+        self.topology = ReplicaTopology(devices, workers, is_virtual)
         central = strategy.parameter_device
         home = central and torch_device(central)
         # The device of new variables, and of the results of cross-replica calls.
@@ -187,7 +190,8 @@ class TorchGroup(ComponentGroup):
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
         # One run at a time: that of another Python thread waits.
-        with scope(), self._lock:
+        order = _one_order_of_sums if self.topology.sums_in_tree else _ANY_ORDER
+        with scope(), self._lock, order():
             batch = find_batch_rows(args, kwargs)
             try:
                 if len(self.devices) > 1:
@@ -223,6 +227,8 @@ class TorchGroup(ComponentGroup):
         def run_replica(replica, arguments):
             index = replica.index
             device = self.torch_devices[index]
+            if self.topology.sums_in_tree:
+                torch.set_num_threads(1)  # of this thread
             with (
                 applied_settings(settings),
                 torch.set_grad_enabled(gradients),
@@ -296,18 +302,14 @@ class TorchGroup(ComponentGroup):
         values = [reduction.cast_for_sum(v).to(self._device) for v in value.values]
         reduction.check_same_dtype(values)
         axes = reduction.axes_to_reduce(axis, [v.shape for v in values])
-        total = self._sum(sum_tensors([v.sum(dim=axes) if axes else v for v in values]))
+        sum_all = functools.partial(self.layout.sum, "strategy.reduce")
+        total = sum_all([v.sum(dim=axes) if axes else v for v in values])
         if reduce_op is ReduceOp.SUM:
             return total
         if not axes:
             return total / self.topology.num_replicas
-        count = sum(reduction.num_entries(v.shape, axes) for v in values)
-        return total / self._sum(torch.tensor(count, device=total.device))
-
-    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.workers is None:
-            return tensor
-        return self.workers.sum("strategy.reduce", tensor)
+        counts = [reduction.num_entries(v.shape, axes) for v in values]
+        return total / sum_all([torch.tensor(n, device=total.device) for n in counts])
 
     def gather(self, values: Sequence[Any], axis: int) -> torch.Tensor:
         joined = torch.cat(
@@ -325,6 +327,26 @@ class TorchGroup(ComponentGroup):
                 for part, device in zip(parts, self.torch_devices, strict=True)
             ]
         )
+
+
+@contextlib.contextmanager
+def _one_order_of_sums() -> Iterator[None]:
+    """Context manager in which torch's functions round alike in each process."""
+    # A function without a deterministic kernel raises an error that names it. The
+    # order of a sum depends on the number of threads, which each thread has to set.
+    settings, threads = torch.utils.deterministic, torch.get_num_threads()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
+        settings.fill_uninitialized_memory = fills
+        torch.set_num_threads(threads)
 
 
 def torch_device(name: str) -> str:

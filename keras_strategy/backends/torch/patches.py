@@ -470,13 +470,13 @@ def _get_metrics_result(original, strategy, self):
         return _base_metrics_result(self)
     group = strategy.extended.group
 
-    def get_contribution(variable):
+    def local_summands(variable):
         components = state.get_or_create_components(variable, group.layout)
-        return components.worker_contribution(variable)
+        return components.local_summands(variable)
 
-    sum_all = functools.partial(group.workers.sum_all, "logs")
+    sum_all = functools.partial(group.layout.sum_each, "logs")
     with torch.no_grad():
-        return merge_worker_metrics(self, get_contribution, sum_all)
+        return merge_worker_metrics(self, local_summands, sum_all)
 
 
 # The backend-independent method, which torch's trainer overrides since Keras 3.16.

@@ -32,10 +32,12 @@ from keras_strategy.backends.torch.state import (
     StagedWriteScope,
     find_components,
     get_or_create_components,
-    sum_tensors,
 )
 from keras_strategy.core import context
-from keras_strategy.core.per_replica_attributes import ReplicaAttributes
+from keras_strategy.core.per_replica_attributes import (
+    ReplicaAttributes,
+    set_on_all_replicas,
+)
 from keras_strategy.core.step_state import BatchRows, active_recorder, row_ranges
 from keras_strategy.keras_patches.patch import multi_replica_only
 from keras_strategy.keras_patches.random import dry_run_layer, layer_draws
@@ -84,6 +86,8 @@ class TorchReplica(ThreadReplica):
         self._draws = 0
         self._updating: Any = None
         self.unit_reads: Any = None  # if the strategy shards weights
+        if group.layout.shares_tensors:
+            self.share_update = self._share_update
         if batch is not None and batch.counts is not None:
             self.step.rows = row_ranges(batch.counts)[batch.first + index]
             self.step.draws, self.step.dry_run = layer_draws, dry_run_layer
@@ -131,14 +135,29 @@ class TorchReplica(ThreadReplica):
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.scope.device)
 
-    def add(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return sum_tensors(tensors)
+    def sum_all(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._group.layout.sum(name, tensors)
+
+    def _share_update(self, apply: Callable[[Any], Any], gradients: list[Any]) -> Any:
+        """Let the replica that owns a device's tensors update them for all on it."""
+        result = None
+        owner = self._group.layout.owners[self.index]
+        if owner == self.index:
+            with set_on_all_replicas():
+                result = apply(gradients)
+        updates = self.exchange("the update", (self.scope, result), list)
+        scope, result = updates[owner]
+        if owner != self.index:
+            self.scope.adopt_updates(scope)
+        return result
 
     def sum(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the replicas, a new tensor."""
-        workers = self.workers
-        if workers is not None and len(self._group.devices) == 1:
-            return workers.sum(name, tensor)
+        layout = self._group.layout
+        if len(layout.devices) == 1:
+            if layout.topology.sums_in_tree:
+                return layout.sum(name, [tensor])
+            return self.workers.sum(name, tensor)
         total = self.total(name, tensor.detach())
         return total.to(tensor.device, copy=True)
 
@@ -410,6 +429,7 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
         kind = kinds.pop() if len(kinds) == 1 else None
         if (
             kind is None
+            or self.layout.topology.sums_in_tree
             or kind[0] is not torch.strided
             or not kind[1].is_floating_point
         ):

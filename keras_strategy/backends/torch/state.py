@@ -28,17 +28,18 @@ from keras_strategy.backends.threads.patches import (
     unbuilt_variable_error,
 )
 from keras_strategy.backends.torch.collectives import TorchWorkers
-from keras_strategy.backends.torch.gradient_buckets import scale_in_place
+from keras_strategy.backends.torch.gradient_buckets import scale_in_place, unflatten
 from keras_strategy.core import context
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.errors import MirrorError
 from keras_strategy.keras_patches.variables_optimizers import initialize, stored_value
 from keras_strategy.training import ownership
+from keras_strategy.training.reduction import sum_in_tree
 from keras_strategy.training.saving import overridden_value
 from keras_strategy.training.sharding import FlatShards, set_flat_shards
 from keras_strategy.training.variable_sync import (
     is_sync_on_read,
-    local_contribution,
+    local_summands,
     no_value_error,
     split_for_local_replicas,
 )
@@ -55,6 +56,52 @@ class Layout:
     topology: ReplicaTopology
     home: str | None  # the device that stores all variables, if one does
 
+    @functools.cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The replica whose tensors each of the local ones uses."""
+        if not self.topology.sums_in_tree:
+            return tuple(range(len(self.devices)))
+        return tuple(map(self.devices.index, self.devices))
+
+    @functools.cached_property
+    def shares_tensors(self) -> bool:
+        """Whether several replicas of a device use the tensors of one."""
+        return len(set(self.owners)) < len(self.owners)
+
+    def sum(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sum the local replicas' tensors with the other workers'; return a new one."""
+        if not self.topology.sums_in_tree:
+            total = sum_tensors(tensors)
+            return total if self.workers is None else self.workers.sum(name, total)
+        local = [tensor.detach().to(tensors[0].device) for tensor in tensors]
+        if self.workers is not None:
+            return self.workers.sum_in_tree(name, local)
+        leaves = {range(i, i + 1): tensor for i, tensor in enumerate(local)}
+        total = sum_in_tree(range(len(local)), leaves, torch.add)
+        return total.clone() if len(local) == 1 else total
+
+    def sum_each(
+        self, name: str, tensors: Sequence[Sequence[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Return several `sum`s, of one collective; a sequence is of the replicas'."""
+        if not self.topology.sums_in_tree:
+            sums = list(map(sum_tensors, tensors))
+            return sums if self.workers is None else self.workers.sum_all(name, sums)
+        sums: list[Any] = [None] * len(tensors)
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, replicas in enumerate(tensors):
+            by_dtype.setdefault(replicas[0].dtype, []).append(index)
+        for indices in by_dtype.values():
+            by_replica = zip(*[tensors[index] for index in indices], strict=True)
+            home = tensors[indices[0]][0].device
+            flats = [
+                torch.cat([tensor.reshape(-1).to(home) for tensor in replica])
+                for replica in by_replica
+            ]
+            parts = unflatten(self.sum(name, flats), [tensors[i][0] for i in indices])
+            for index, part in zip(indices, parts, strict=True):
+                sums[index] = part
+        return sums
 
 class Components:
     """The tensors of one variable, and the version of the first."""
@@ -78,14 +125,20 @@ class Components:
             self.version = 0
             return
         first, requires_grad = self.first.detach(), self.first.requires_grad
-        self.tensors += [
-            torch.nn.Parameter(first.to(device, copy=True), requires_grad)
-            for device in layout.devices[1:]
-        ]
+        for index, device in enumerate(layout.devices[1:], 1):
+            self.tensors.append(
+                self.tensors[layout.owners[index]]
+                if self.is_shared(index)
+                else torch.nn.Parameter(first.to(device, copy=True), requires_grad)
+            )
         self.version = self.first._version
         if self.on_read:
             # The replicas' values must aggregate to the initial one.
             self.assign(variable, first.clone())
+
+    def is_shared(self, index: int) -> bool:
+        """Return True if a local replica uses the tensor of another one."""
+        return not self.on_read and self.layout.owners[index] != index
 
     def all_tensors(self) -> Sequence[torch.Tensor]:
         """Return the tensors, and others that have the variable's gradients."""
@@ -97,8 +150,9 @@ class Components:
         if self.first._version == self.version or self.on_read or self.is_central:
             return
         with torch.no_grad():
-            for tensor in self.tensors[1:]:
-                tensor.copy_(self.first)
+            for index, tensor in enumerate(self.tensors):
+                if index and not self.is_shared(index):
+                    tensor.copy_(self.first)
         self.version = self.first._version
 
     def check_mirrored(self, variable: Any) -> None:
@@ -125,8 +179,10 @@ class Components:
     def assign_each(self, values: Sequence[torch.Tensor]) -> None:
         """Assign one value per local replica, in cross-replica context."""
         with torch.no_grad():
-            for tensor, value in zip(self.tensors, values, strict=True):
-                tensor.copy_(value)
+            pairs = zip(self.tensors, values, strict=True)
+            for index, (tensor, value) in enumerate(pairs):
+                if not self.is_shared(index):
+                    tensor.copy_(value)
         self.version = self.first._version
 
     def shard_to_write(self, replica: Any, value: torch.Tensor) -> torch.Tensor:
@@ -146,20 +202,13 @@ class Components:
         """Return a sync-on-read variable's value; all workers have to call this."""
         if variable.aggregation == "none":
             raise no_value_error(variable)
-        contribution = self.worker_contribution(variable)
-        workers = self.layout.workers
-        if workers is None:
-            return contribution
-        return workers.sum(f"the value of '{variable.path}'", contribution)
+        summands = self.local_summands(variable)
+        return self.layout.sum(f"the value of '{variable.path}'", summands)
 
-    def worker_contribution(self, variable: Any) -> torch.Tensor:
-        """Return what this worker adds to a sync-on-read variable's value."""
+    def local_summands(self, variable: Any) -> list[torch.Tensor]:
+        """Return what the local replicas add to a sync-on-read variable's value."""
         with torch.no_grad():
-            # A copy, since a replica may write to the component later.
-            tensors = [self.first.detach().clone(), *self.tensors[1:]]
-            return local_contribution(
-                variable, tensors, self.layout.topology, sum_tensors
-            )
+            return local_summands(variable, self.tensors, self.layout.topology)
 
 
 class ShardedComponents(Components):
@@ -402,10 +451,12 @@ class StagedWriteScope(ReplicaScope):
         self._run = run
         self._variables: dict[int, Any] = {}
         self._components: dict[int, Components] = {}
-        # This replica's Parameters for central variables.
+        # This replica's Parameters for variables whose tensors it does not own.
         self._copies: dict[int, torch.Tensor] = {}
-        # Variables that the optimizer changed in place in a training step.
+        # Variables that the optimizer changed in place in a training step, and what it
+        # staged.
         self.changed_in_place: dict[int, Any] = {}
+        self.staged_by_optimizer: dict[int, torch.Tensor] = {}
 
     def _component(self, variable: Any) -> torch.Tensor:
         components = self._components.get(id(variable))
@@ -420,18 +471,19 @@ class StagedWriteScope(ReplicaScope):
             if variable.aggregation == "sum":
                 self.replica.step.sum_variables_read.add(id(variable))
         first = components.first
-        if components.is_central:
+        is_shared = components.is_central or components.is_shared(self._index)
+        if self._index == 0 and not is_shared:
+            return first
+        tensor = components.tensors[self._index]
+        if is_shared:
             copy = self._copies.get(id(variable))
             if copy is None:
-                # It collects this replica's gradient. On the home device it shares the
+                # It collects this replica's gradient. On the same device it shares the
                 # memory, since a replica writes when all have succeeded.
-                copy = first.detach().to(self.device)
+                copy = tensor.detach().to(self.device)
                 copy = torch.nn.Parameter(copy, first.requires_grad)
                 self._copies[id(variable)] = copy
             return copy
-        if self._index == 0:
-            return first
-        tensor = components.tensors[self._index]
         if tensor.requires_grad != first.requires_grad:  # frozen or unfrozen
             tensor.requires_grad_(first.requires_grad)
         return tensor
@@ -440,6 +492,8 @@ class StagedWriteScope(ReplicaScope):
         key = id(variable)
         staged = self.state_mapping.get(key)
         if staged is not None:
+            if self.replica.step.is_applying:
+                self.staged_by_optimizer[key] = staged
             return staged
         if not self.replica.step.is_applying:
             components = self._components.get(key) if self._index == 0 else None
@@ -477,17 +531,27 @@ class StagedWriteScope(ReplicaScope):
         if component.requires_grad:
             staged.requires_grad_()
         self.state_mapping[id(variable)] = staged
+        if self.replica.step.is_applying:
+            self.staged_by_optimizer[id(variable)] = staged
         return staged
+
+    def adopt_updates(self, owner: "StagedWriteScope") -> None:
+        """Read what the optimizer has staged in the replica that owns the tensors."""
+        for key, staged in owner.staged_by_optimizer.items():
+            if not owner._components[key].on_read:
+                self._component(owner._variables[key])
+                self.state_mapping[key] = staged
 
     def commit(self) -> None:
         """Write the staged values to this replica's components."""
         with torch.no_grad():
             for key, staged in self.state_mapping.items():
                 components = self._components[key]
-                if not components.is_central:
+                if components.is_central:
+                    if self._index == 0:  # they are equal on all replicas
+                        components.first.copy_(staged)
+                elif not components.is_shared(self._index):
                     self._component(self._variables[key]).copy_(staged)
-                elif self._index == 0:  # they are equal on all replicas
-                    components.first.copy_(staged)
 
     def record_versions(self) -> None:
         """Record the versions after the replicas' own writes, and check the others."""

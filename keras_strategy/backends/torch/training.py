@@ -117,7 +117,7 @@ class BatchFunction:
         return self._weighted_step(data, local.weight, local.rows)
 
     def _merge_logs(self, logs: Any, weights: list[float]) -> Any:
-        model, names, workers = self._model, self._metric_names, self._group.workers
+        model, names = self._model, self._metric_names
         # A function of the user's around this one may read them, too.
         is_wrapped = getattr(model, f"{self._kind}_function") is not self
         is_read = self.logs_are_read or is_wrapped
@@ -128,7 +128,7 @@ class BatchFunction:
                 return select_replica(logs, 0, len(weights))
             if names is None:
                 self._metric_names = set(model.get_metrics_result())
-            sum_all = workers and functools.partial(workers.sum_all, "logs")
+            sum_all = functools.partial(self._group.layout.sum_each, "logs")
             return rules.average_logs(logs, weights, sum_all)
 
     def _build(self, batch: Any) -> None:
