@@ -26,6 +26,7 @@ from keras_strategy.data.distributed_dataset import (
 from keras_strategy.data.indexed_dataset import IndexedDataset
 from keras_strategy.data.sharding_policy import files
 from keras_strategy.data.splitting import predict
+from keras_strategy.keras_patches.fingerprint import Fingerprint, fingerprint
 from keras_strategy.options import (
     InputContext,
     InputOptions,
@@ -66,6 +67,7 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "Fingerprint",
     "HierarchicalCopyAllReduce",
     "IndexedDataset",
     "InputContext",

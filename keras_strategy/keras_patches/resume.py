@@ -26,6 +26,10 @@ from keras_strategy.keras_patches import (
     saving,
 )
 from keras_strategy.keras_patches.dataset_state import DataState, TfDataState
+from keras_strategy.keras_patches.fingerprint import (
+    fingerprint,
+    fingerprint_of_arrays,
+)
 from keras_strategy.keras_patches.patch import find_module, hook
 from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training import ownership, resume
@@ -257,6 +261,7 @@ class ResumableFit:
         self._build()
         variables = variables_of(self._model, metrics=False)
         saving.assign_variables(self._strategy, found, variables, ("metrics/",))
+        self._check_fingerprint(found)
         saving.assign_seed(found)
         resume.set_random_state(position.now)
         states = facts["data"]
@@ -265,6 +270,18 @@ class ResumableFit:
         differs |= (len(states) == 1) != (self.cluster is None)
         if differs and self._saved_data and isinstance(self._data, TfDataState):
             self._data.warn_other_reads()
+
+    def _check_fingerprint(self, found: BackupContents) -> None:
+        """Raise unless the model has the bits that were saved."""
+        saved = found.facts.get("fingerprint")
+        if saved is not None and self._strategy.virtual_replicas is not None:
+            restored = str(fingerprint(self._model))
+            if restored != saved:
+                raise ValueError(
+                    f"The model '{self._model.name}' resumes from {found.file}, but its "
+                    f"variables have the fingerprint {restored}, not {saved} as when "
+                    "it was saved. Create the model and its optimizer as before."
+                )
 
     def begin(self) -> None:
         """Restore the counters of callbacks, which have been reset."""
@@ -391,6 +408,8 @@ class ResumableFit:
             "counts": data_adapters.array_batch_counts(iterator.data_adapter),
             "model": self._model_config,
         }
+        if strategy.virtual_replicas is not None and arrays:
+            facts["fingerprint"] = fingerprint_of_arrays(arrays)
         arrays |= best_weights
         is_split = any(map(is_sharded, variables.values()))
         self._folder.save(

@@ -15,6 +15,7 @@ from keras_strategy.core.per_replica_attributes import setattr_hooks
 from keras_strategy.data.sources import prefetch_disabled, stop_prefetchers_on_exit
 from keras_strategy.keras_patches import consistency as mirror_consistency
 from keras_strategy.keras_patches import data_adapters
+from keras_strategy.keras_patches.fingerprint import write_report_if_requested
 from keras_strategy.keras_patches.patch import (
     global_state,
     hook,
@@ -148,8 +149,12 @@ def _call_with_strategy(
         backups = back_up_fit(strategy, model, call.arguments)
     with backups:
         if is_single:
-            return original(*call.args, **call.kwargs)
-        return _call_with_replicas(strategy, original, model, call)
+            result = original(*call.args, **call.kwargs)
+        else:
+            result = _call_with_replicas(strategy, original, model, call)
+    if name == "fit":
+        write_report_if_requested(model)
+    return result
 
 
 def _call_with_replicas(

@@ -33,6 +33,7 @@ examples:
   keras-strategy run --workers 4 --max-restarts 3 -m my_package.train"""
 _DEVICES = "logical CPU devices of each worker (default: the backend's own)"
 _RESTARTS = "how often to restart all workers when one failed or was preempted"
+_FINGERPRINT = "write and print the fingerprint of the trained model's bits"
 _GRACE = "time to end after SIGTERM, before SIGKILL"
 _INFO_EXAMPLES = """\
 examples:
@@ -87,6 +88,19 @@ examples:
 exit codes:
   0    a choice fits in the memory, or none is given
   1    nothing fits, or the program raised or calls no `fit`"""
+_COMPARE = """\
+Compares the bits of two models that were trained with the same virtual replicas. Names
+the first variable that differs, and the conditions that do."""
+_COMPARE_EXAMPLES = """\
+examples:
+  keras-strategy run --workers 2 --fingerprint two.json train.py
+  keras-strategy run --workers 4 --fingerprint four.json train.py
+  keras-strategy compare two.json four.json
+
+exit codes:
+  0    all bits are equal
+  1    the models differ
+  2    a file is not a report"""
 _COMPLETION_EXAMPLES = """\
 examples:
   source <(keras-strategy completion bash)
@@ -130,6 +144,7 @@ def main(args: Sequence[str] | None = None) -> int:
             options.devices_per_worker,
             options.max_restarts,
             options.grace_seconds,
+            options.fingerprint,
         ).run()
     except BrokenPipeError:
         # Nobody reads the output any more. Python would complain again when it
@@ -150,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="subcommand",
         required=True,
-        metavar="{run,info,doctor,scaling,verify,plan,port,completion}",
+        metavar="{run,info,doctor,scaling,verify,plan,compare,port,completion}",
     )
 
     def add(name: str, summary: str, description: str, epilog: str, **settings: Any):
@@ -172,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         ("devices-per-worker", _int_from(1), None, "M", _DEVICES),
         ("max-restarts", _int_from(0), 0, "R", _RESTARTS),
         ("grace-seconds", _seconds, 30, "S", _GRACE),
+        ("fingerprint", str, None, "FILE", _FINGERPRINT),
     )
     run.add_argument(
         "-m",
@@ -224,6 +240,12 @@ def _parser() -> argparse.ArgumentParser:
         ("bandwidth", _bytes, None, "SIZE", "what a device sends in a second"),
     )
     _add_program(plan)
+
+    summary = "compare the fingerprints of two trained models"
+    compare = add("compare", summary, _COMPARE, _COMPARE_EXAMPLES)
+    compare.add_argument(
+        "files", nargs=2, metavar="FILE", help="a report of run --fingerprint"
+    )
 
     port = add("port", "print what tf.distribute's names become", _PORT, _PORT_EXAMPLES)
     port.add_argument("file", help="a Python program that uses tf.distribute")

@@ -2,8 +2,10 @@
 
 import collections
 import dataclasses
+import json
 import math
 import os
+import pathlib
 import re
 import selectors
 import signal
@@ -55,6 +57,7 @@ class Launcher:
             backend's own.
         max_restarts: How often to restart all workers when one failed or was preempted.
         grace_seconds: How long a worker may take to end when it is asked to.
+        fingerprint: The file for the fingerprint of the trained model, or None.
 
     Example:
 
@@ -73,16 +76,26 @@ class Launcher:
     devices_per_worker: int | None = None
     max_restarts: int = 0
     grace_seconds: float = 30.0
+    fingerprint: str | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables of all workers."""
+        if self.fingerprint is None:
+            return {}
+        return {"KERAS_STRATEGY_FINGERPRINT": os.path.abspath(self.fingerprint)}
 
     def run(self) -> int:
         """Run the command to its end in the main thread; return its exit code."""
         # That is 0, or the code of the worker that failed first; 130 after SIGINT.
+        if self.fingerprint is not None:
+            pathlib.Path(self.fingerprint).unlink(missing_ok=True)
         with record_signals() as signals:
             restarts = failures = 0
             while True:
                 failure = _WorkerTeam(self, signals).run()
                 if failure is None:
-                    return 0
+                    return self._report_fingerprint()
                 worker, last_lines = failure
                 status = worker.wait()
                 reason = f"{worker.name} {exit_text(status)}."
@@ -113,6 +126,19 @@ class Launcher:
             if signal.SIGINT in signals:
                 return 128 + signal.SIGINT
             return status if status > 0 else 128 - status
+
+
+    def _report_fingerprint(self) -> int:
+        """Print the fingerprint that the workers have written; return the exit code."""
+        if self.fingerprint is None:
+            return 0
+        file = pathlib.Path(self.fingerprint)
+        if not file.exists():
+            _print(f"There is no fingerprint for {file}, as the program calls no `fit`.")
+            return 1
+        sha256 = json.loads(file.read_text(encoding="utf-8"))["sha256"]
+        _print(f"The trained model has the fingerprint {sha256}, see {file}.")
+        return 0
 
 
 def _print(text: str, lines: Sequence[bytes] = ()) -> None:
@@ -181,7 +207,10 @@ class _WorkerTeam:
             worker = WorkerProcess(
                 cluster.name(rank),
                 self._launcher.command,
-                {**thread_limits(count), **os.environ, **cluster.variables(rank)},
+                thread_limits(count)
+                | os.environ
+                | self._launcher.variables
+                | cluster.variables(rank),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )

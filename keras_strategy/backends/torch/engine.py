@@ -60,6 +60,14 @@ class TorchEngine(Engine):
     def virtual_replicas_unsupported_reason(self) -> str | None:
         return None
 
+    def arithmetic(self, is_virtual: bool) -> dict[str, Any]:
+        if torch.cuda.is_available():
+            return {"GPU": torch.cuda.get_device_name(), "CUDA": torch.version.cuda}
+        return {
+            "vector instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": 1 if is_virtual else torch.get_num_threads(),
+        }
+
     def logical_devices_unsupported_reason(self) -> str:
         return (
             "torch has no replicas of several devices, and its TPUs are not supported. "
