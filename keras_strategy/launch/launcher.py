@@ -127,14 +127,15 @@ class Launcher:
                 return 128 + signal.SIGINT
             return status if status > 0 else 128 - status
 
-
     def _report_fingerprint(self) -> int:
         """Print the fingerprint that the workers have written; return the exit code."""
         if self.fingerprint is None:
             return 0
         file = pathlib.Path(self.fingerprint)
         if not file.exists():
-            _print(f"There is no fingerprint for {file}, as the program calls no `fit`.")
+            _print(
+                f"There is no fingerprint for {file}, as the program calls no `fit`."
+            )
             return 1
         sha256 = json.loads(file.read_text(encoding="utf-8"))["sha256"]
         _print(f"The trained model has the fingerprint {sha256}, see {file}.")

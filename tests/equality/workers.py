@@ -14,13 +14,20 @@ from tests.equality.compare import Trained
 Results = dict[tuple[str, int], Trained | Exception]
 
 
-def run_rows(names: Sequence[str], numbers: Sequence[int], shard: str) -> Results:
+def run_rows(
+    names: Sequence[str],
+    numbers: Sequence[int],
+    shard: str | None,
+    virtual_replicas: int | None,
+) -> Results:
     """Train rows as one of several workers."""
 
     @functools.cache
     def strategy(batch_statistics):
         return ks.MultiWorkerMirroredStrategy(
-            batch_statistics=batch_statistics, shard=shard
+            batch_statistics=batch_statistics,
+            shard=shard,
+            virtual_replicas=virtual_replicas,
         )
 
     results: Results = {}
@@ -35,11 +42,16 @@ def run_rows(names: Sequence[str], numbers: Sequence[int], shard: str) -> Result
 
 
 def train_with_processes(
-    names: Sequence[str], numbers: Sequence[int], replicas: int, shard: str | None
+    names: Sequence[str],
+    numbers: Sequence[int],
+    workers: int,
+    shard: str | None = None,
+    virtual_replicas: int | None = None,
 ) -> Callable[[Case, int], Trained]:
-    """Train rows in processes of one replica each, and return the chief's results."""
-    with WorkerRunner(replicas, timeout_seconds=3600) as runner:
-        found = runner.run(run_rows, list(names), list(numbers), shard)[0]
+    """Train rows in processes of one device each, and return the chief's results."""
+    arguments = list(names), list(numbers), shard, virtual_replicas
+    with WorkerRunner(workers, timeout_seconds=3600) as runner:
+        found = runner.run(run_rows, *arguments)[0]
 
     def result(case: Case, rows: int) -> Trained:
         trained = found[case.name, rows]

@@ -23,6 +23,7 @@ from keras_strategy.backends.threads.patches import (
 from keras_strategy.backends.threads.pool import TurnScheduler
 from keras_strategy.backends.threads.replica import ThreadReplica
 from keras_strategy.backends.torch.collectives import map_flattened
+from keras_strategy.backends.torch.gradient_buckets import unflatten, write_weighted
 from keras_strategy.backends.torch.state import (
     COMPONENTS,
     Components,
@@ -429,12 +430,17 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
         kind = kinds.pop() if len(kinds) == 1 else None
         if (
             kind is None
-            or self.layout.topology.sums_in_tree
             or kind[0] is not torch.strided
             or not kind[1].is_floating_point
         ):
             return super().weighted_sum(tensors, weight)
         workers = self.workers
+        if self.layout.topology.sums_in_tree:
+            flat = self.buffers.take(sum(map(torch.numel, tensors)), tensors[0])
+            with torch.no_grad():
+                write_weighted(flat, tensors, weight)
+                flat = workers.sum_in_tree(self.step.reduction, [flat], self.buffers)
+            return unflatten(flat, tensors)
         variables, optimizer = self.step.reducing_gradients_of, self.step.optimizer
         shards = None
         if (

@@ -103,6 +103,7 @@ class Layout:
                 sums[index] = part
         return sums
 
+
 class Components:
     """The tensors of one variable, and the version of the first."""
 

@@ -1,0 +1,279 @@
+"""Virtual replicas, whose results have the same bits on any number of devices."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategy as ks
+from keras_strategy.core.registry import get_engine
+from keras_strategy.errors import UnsupportedBackendError
+from keras_strategy.launch.cli import main
+from keras_strategy.training.reduction import find_subtrees, sum_in_tree
+from tests.equality.compare import assert_equal, scope, train
+
+RANDOM = np.random.RandomState(0)
+X, Y = RANDOM.normal(size=(21, 4)), RANDOM.normal(size=(21, 1))
+UNSUPPORTED = get_engine().virtual_replicas_unsupported_reason()
+supported = pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED))
+
+
+def model(optimizer=None):
+    hidden = [layers.Dense(8, "tanh"), layers.BatchNormalization(), layers.Dropout(0.2)]
+    made = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(1)])
+    made.compile(optimizer or keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return made
+
+
+def virtual(devices, replicas=6, **options):
+    names = [f"cpu:{i}" for i in range(devices)]
+    return ks.MirroredStrategy(names, virtual_replicas=replicas, **options)
+
+
+@supported
+def test_fit_equals_one_device_and_has_same_bits():
+    one = train(None, model, X, Y)
+    strategies = [virtual(n, batch_statistics="global") for n in (1, 2, 3)]
+    found = [train(strategy, model, X, Y) for strategy in strategies]
+    for strategy, trained in zip(strategies, found, strict=True):
+        assert strategy.num_replicas_in_sync == strategy.virtual_replicas == 6
+        assert_equal(one, trained)
+        assert trained.logs == found[0].logs
+        assert ks.fingerprint(trained.model) == ks.fingerprint(found[0].model)
+    assert ks.fingerprint(one.model) != ks.fingerprint(found[0].model)
+
+
+@supported
+@pytest.mark.parametrize("in_place", [False, True], ids=["run", "fit"])
+def test_optimizer_updates_once_on_each_device(in_place):
+    """And all replicas of a device read what it has written."""
+    updates = []
+
+    class Counting(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            updates.append(variable.path)
+            super().update_step(gradient, variable, learning_rate)
+
+    class Twice(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(1, use_bias=False)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            for _ in range(2):
+                loss = lambda: self.compute_loss(x, y, self(x, training=True))
+                value, gradients = ks.value_and_grad(loss, self.trainable_variables)()
+                self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": value}
+
+    def trained(strategy):
+        with scope(strategy):
+            made = Twice()
+            made(X[:2])
+            made.dense.kernel.assign(np.ones((4, 1)))
+            made.compile(Counting(0.1), "mse")
+        if in_place:
+            made.fit(X[:12], Y[:12], batch_size=12, verbose=0)
+        elif strategy is None:
+            made.train_step((X[:12], Y[:12]))
+        else:
+            data = strategy.experimental_distribute_dataset([(X[:12], Y[:12])])
+            strategy.run(made.train_step, args=(next(iter(data)),))
+        return ops.convert_to_numpy(made.dense.kernel)
+
+    expected = trained(None)
+    assert len(updates) == 2
+    updates.clear()
+    np.testing.assert_allclose(trained(virtual(1)), expected, rtol=1e-5)
+    assert len(updates) == 2
+
+
+@supported
+def test_replicas_of_a_device_share_its_variables():
+    strategy = virtual(1)
+    with strategy.scope():
+        weight, total = keras.Variable(np.ones(3)), keras.metrics.Sum()
+    replicas = ops.arange(6, dtype="float32")
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: replicas[context.replica_id_in_sync_group]
+    )
+
+    def step(value):
+        total.update_state(value)
+        return ops.sum(weight * value)
+
+    sums = strategy.run(step, args=(values,))
+    assert [float(x) for x in sums.values] == [0, 3, 6, 9, 12, 15]
+    assert float(total.result()) == 15
+    parts = strategy.experimental_local_results(weight)
+    assert len({ops.convert_to_tensor(part).data_ptr() for part in parts}) == 1
+
+
+@supported
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_reduce_follows_the_tree(op):
+    numbers = np.float32([1e8, 1.0, -1e8, 3e-3, 7.0, 1e-4])
+
+    def reduced(devices):
+        strategy = virtual(devices)
+        values = strategy.experimental_distribute_values_from_function(
+            lambda context: numbers[context.replica_id_in_sync_group]
+        )
+        inside = strategy.run(
+            lambda x: ks.get_replica_context().all_reduce(op, x), args=(values,)
+        )
+        outside = strategy.reduce(op, values)
+        assert all(float(x) == float(outside) for x in inside.values)
+        return float(outside)
+
+    a, b, c, d, e, f = numbers
+    expected = ((a + b) + (c + d)) + (e + f)
+    assert reduced(1) == reduced(3) == (expected if op == "SUM" else expected / 6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 5, 12, 13])
+def test_subtrees_of_any_split_have_one_sum(replicas):
+    numbers = np.random.RandomState(replicas).normal(size=replicas).astype("float32")
+    leaves = {range(i, i + 1): number for i, number in enumerate(numbers)}
+    whole = sum_in_tree(range(replicas), leaves, np.add)
+    for size in range(1, replicas + 1):
+        parts = {}
+        for begin in range(0, replicas, size):
+            own = range(begin, min(begin + size, replicas))
+            for subtree in find_subtrees(own, range(replicas)):
+                parts[subtree] = sum_in_tree(subtree, leaves, np.add)
+        assert sum_in_tree(range(replicas), parts, np.add) == whole
+
+
+@supported
+def test_functions_without_deterministic_kernel_are_refused():
+    torch = pytest.importorskip("torch")
+    place, one = torch.tensor([0]), torch.ones(1)
+    with pytest.raises(RuntimeError, match="put_.*deterministic"):
+        virtual(1).run(lambda: torch.zeros(3).put_(place, one))
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.zeros(3).put_(place, one)[0] == 1
+
+
+@supported
+@pytest.mark.parametrize("devices", [2, 3])
+def test_resume_on_other_devices_has_same_bits(devices, tmp_path):
+    def fit(devices, epochs, folder):
+        keras.utils.set_random_seed(1)
+        with (strategy := virtual(devices)).scope():
+            made = model()
+        backup = ks.callbacks.BackupAndRestore(
+            tmp_path / folder, delete_checkpoint=epochs == 3
+        )
+        made.fit(X, Y, batch_size=8, epochs=epochs, verbose=0, callbacks=[backup])
+        assert strategy.num_replicas_in_sync == 6
+        return ks.fingerprint(made)
+
+    fit(1, 2, "interrupted")
+    assert fit(devices, 3, "interrupted") == fit(1, 3, "whole")
+
+
+@supported
+def test_resume_compares_the_fingerprint(tmp_path):
+    backup = ks.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+
+    def fit(policy):
+        keras.config.set_dtype_policy(policy)
+        try:
+            with virtual(1).scope():
+                made = model(keras.optimizers.SGD())
+        finally:
+            keras.config.set_dtype_policy("float32")
+        made.fit(X, Y, batch_size=8, verbose=0, callbacks=[backup])
+
+    fit("float32")
+    with pytest.raises(ValueError, match=r"have the fingerprint \w+, not \w+ as when"):
+        fit("float64")
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "message"),
+    [
+        (2, {"virtual_replicas": 9}, "a multiple .* 2. Received: .*=9, .* 1, 3, 9 dev"),
+        (1, {"virtual_replicas": 0}, "positive whole number.*virtual_replicas=0"),
+        (1, {"virtual_replicas": True}, "positive whole number.*virtual_replicas=True"),
+        (1, {"virtual_replicas": "2"}, "positive whole number.*virtual_replicas='2'"),
+    ],
+)
+def test_bad_numbers_are_refused(devices, options, message):
+    with pytest.raises(ValueError, match=message):
+        ks.MirroredStrategy([f"cpu:{i}" for i in range(devices)], **options)
+
+
+@supported
+def test_options_that_decide_other_sums_are_refused():
+    class Own(ks.CrossDeviceOps):
+        def reduce_implementation(self, *args):
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match="cannot be combined with `shard`"):
+        virtual(1, shard="optimizer")
+    with pytest.raises(ValueError, match="an order of its own"):
+        virtual(1, cross_device_ops=Own())
+
+
+@pytest.mark.skipif(UNSUPPORTED is None, reason="supported")
+def test_backend_without_virtual_replicas_is_refused():
+    with pytest.raises(UnsupportedBackendError, match="KERAS_BACKEND=torch"):
+        virtual(2)
+    with pytest.raises(UnsupportedBackendError, match="KERAS_BACKEND=torch"):
+        ks.MultiWorkerMirroredStrategy(virtual_replicas=4)
+
+
+def test_fingerprint_has_all_bits():
+    made = model()
+    made.optimizer.build(made.trainable_variables)
+    whole, weights = ks.fingerprint(made), ks.fingerprint(made, optimizer=False)
+    assert whole == ks.fingerprint(made) != weights
+    assert str(whole) == whole.sha256 and len(whole.sha256) == 64
+    made.optimizer.iterations.assign(1)
+    assert ks.fingerprint(made) != whole
+    assert ks.fingerprint(made, optimizer=False) == weights
+    kernel = made.layers[0].kernel
+    kernel.assign(np.nextafter(ops.convert_to_numpy(kernel), 1))
+    assert ks.fingerprint(made, optimizer=False) != weights
+
+
+def test_fingerprint_refuses_what_has_no_bits():
+    with pytest.raises(TypeError, match="model='model' of type str"):
+        ks.fingerprint("model")
+    with pytest.raises(ValueError, match="has no variables yet"):
+        ks.fingerprint(keras.Sequential([layers.Dense(1)]))
+
+
+def test_compare_names_first_difference(tmp_path, capsys, mirrored):
+    first, second, third = [tmp_path / f"{name}.json" for name in "abc"]
+    keras.utils.set_random_seed(1)
+    with mirrored(2).scope():
+        made = model()
+    ks.fingerprint(made).save(first)
+    ks.fingerprint(made).save(second)
+    assert main(["compare", str(first), str(second)]) == 0
+    assert "Equal: " in capsys.readouterr().out
+    bias = made.layers[0].bias
+    bias.assign(ops.ones_like(bias))
+    ks.fingerprint(made).save(second)
+    report = json.loads(second.read_text())
+    report["conditions"]["Keras"] = "3.0"
+    second.write_text(json.dumps(report))
+    assert main(["compare", str(first), str(second)]) == 1
+    out = capsys.readouterr().out
+    assert f"Other Keras: {keras.__version__} and 3.0." in out
+    assert f"in the bits of variable 1, '{bias.path}'" in out
+    ks.fingerprint(made, optimizer=False).save(third)
+    assert main(["compare", str(second), str(third)]) == 1
+    assert "variables." in capsys.readouterr().out
+    third.write_text("[]")
+    assert main(["compare", str(first), str(third)]) == 2
+    assert "is not a report" in capsys.readouterr().err
