@@ -98,6 +98,7 @@ __all__ = [
     "experimental",
     "experimental_set_strategy",
     "files",
+    "fingerprint",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

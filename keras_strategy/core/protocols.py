@@ -36,6 +36,9 @@ class Strategy(Protocol):
     def shard(self) -> str | None: ...
 
     @property
+    def virtual_replicas(self) -> int | None: ...
+
+    @property
     def logical_devices(self) -> LogicalDevices | None: ...
 
     @property

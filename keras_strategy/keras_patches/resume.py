@@ -278,9 +278,9 @@ class ResumableFit:
             restored = str(fingerprint(self._model))
             if restored != saved:
                 raise ValueError(
-                    f"The model '{self._model.name}' resumes from {found.file}, but its "
-                    f"variables have the fingerprint {restored}, not {saved} as when "
-                    "it was saved. Create the model and its optimizer as before."
+                    f"The model '{self._model.name}' resumes from {found.file}, but "
+                    f"its variables have the fingerprint {restored}, not {saved} as "
+                    "when it was saved. Create the model and its optimizer as before."
                 )
 
     def begin(self) -> None:

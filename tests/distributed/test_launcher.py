@@ -1,9 +1,11 @@
 """Programs that run in several workers as users start them."""
 
 import contextlib
+import json
 import os
 import pathlib
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +55,9 @@ def test_restarted_training_matches_uninterrupted_run(
     for name, value in base_environment().items():
         monkeypatch.setenv(name, value)
     command = (sys.executable, *map(str, arguments))
-    status = Launcher(command, 2, devices_per_worker=1, max_restarts=2).run()
+    report = str(tmp_path / "fingerprint.json")
+    options: dict[str, Any] = {"devices_per_worker": 1, "fingerprint": report}
+    status = Launcher(command, 2, max_restarts=2, **options).run()
     said = "".join(capsys.readouterr())
     assert status == 0, said
     assert all(pathlib.Path(f"{backup}.{fault}").exists() for fault in faults)
@@ -61,6 +65,9 @@ def test_restarted_training_matches_uninterrupted_run(
         assert f"All workers start again in 1 s (restart {number} of 2)." in said
     assert "was preempted (exit status 75)." in said
     assert not backup.exists()
+    found = json.loads(pathlib.Path(report).read_text())
+    assert f"The trained model has the fingerprint {found['sha256']}" in said
+    assert all(len(variable["sha256"]) == 64 for variable in found["variables"])
     with (
         np.load(tmp_path / "whole.npz") as one,
         np.load(tmp_path / "resumed.npz") as other,

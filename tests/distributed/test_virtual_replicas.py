@@ -44,6 +44,7 @@ def test_killed_worker_and_resume_on_fewer(starter, tmp_path):
         time.sleep(delay)
         runner.kill(rank)
         runner.wait()
+    assert list(tmp_path.glob("backup-*.npz"))
     with WorkerRunner(2, timeout_seconds=200, starter=starter) as runner:
         resumed = runner.run(jobs.fit_with_backups, str(tmp_path))
     whole = on_one_device("text", epochs=40)

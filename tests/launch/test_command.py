@@ -18,7 +18,7 @@ from tests.launch.scripts import ROOT, finish, start
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "required: {run,info,doctor,scaling,verify,plan,port,completion}"),
+        ([], "required: {run,info,doctor,scaling,verify,plan,compare,port,completion}"),
         (["run", __file__], "required: --workers"),
         (["run", "--workers", "2"], "required: program"),
         (

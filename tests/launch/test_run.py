@@ -103,6 +103,16 @@ def test_run_accepts_module(tmp_path):
     assert (done.returncode, done.stdout) == (0, 'worker 0 | {"a":1}\n')
 
 
+def test_fingerprint_of_program_without_fit(tmp_path):
+    report = tmp_path / "report.json"
+    report.write_text("of another run")
+    run = ["run", "--workers", "1", "--fingerprint", str(report), "-m", "this"]
+    done = finish(start(*run))
+    assert done.returncode == 1
+    assert f"There is no fingerprint for {report}" in done.stderr
+    assert not report.exists()
+
+
 def test_failing_worker_ends_others_and_prints_last(tmp_path):
     script = Script(
         tmp_path,

@@ -53,7 +53,7 @@ class ThreadReplica(Replica):
         """Sum the local replicas' tensors, on the first one's device."""
 
     def sum_all(self, name: str, tensors: Sequence[Any]) -> Any:
-        """Sum the local replicas' tensors with the other workers'; a thread calls it."""
+        """Sum the local replicas' and the other workers' tensors, in one thread."""
         total = self.add(tensors)
         return total if self.workers is None else self.workers.sum(name, total)
 

@@ -262,7 +262,8 @@ class TorchWorkers(WorkerCollectives):
         sent = sums[0]
         if len(sums) > 1:
             pieces = [flat.split(sizes) for flat in sums]
-            sent = torch.cat([piece for group in zip(*pieces) for piece in group])
+            by_worker = zip(*pieces, strict=True)
+            sent = torch.cat([piece for group in by_worker for piece in group])
         local = sizes[self.rank]
         received = buffers.take(len(nodes) * local, first)
         with self.track_operation(name):

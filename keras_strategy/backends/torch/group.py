@@ -58,9 +58,6 @@ from keras_strategy.values import (
 )
 
 
-_ANY_ORDER = contextlib.nullcontext
-
-
 class TorchGroup(ComponentGroup):
     def __init__(
         self, strategy: Any, devices: tuple[str, ...], workers: TorchWorkers | None
@@ -190,8 +187,9 @@ class TorchGroup(ComponentGroup):
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
         # One run at a time: that of another Python thread waits.
-        order = _one_order_of_sums if self.topology.sums_in_tree else _ANY_ORDER
-        with scope(), self._lock, order():
+        is_virtual = self.topology.sums_in_tree
+        rounding = _reproducible_rounding if is_virtual else contextlib.nullcontext
+        with scope(), self._lock, rounding():
             batch = find_batch_rows(args, kwargs)
             try:
                 if len(self.devices) > 1:
@@ -330,11 +328,12 @@ class TorchGroup(ComponentGroup):
 
 
 @contextlib.contextmanager
-def _one_order_of_sums() -> Iterator[None]:
+def _reproducible_rounding() -> Iterator[None]:
     """Context manager in which torch's functions round alike in each process."""
     # A function without a deterministic kernel raises an error that names it. The
     # order of a sum depends on the number of threads, which each thread has to set.
-    settings, threads = torch.utils.deterministic, torch.get_num_threads()
+    settings: Any = torch.utils.deterministic
+    threads = torch.get_num_threads()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = settings.fill_uninitialized_memory

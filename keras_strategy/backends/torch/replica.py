@@ -436,7 +436,9 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
             return super().weighted_sum(tensors, weight)
         workers = self.workers
         if self.layout.topology.sums_in_tree:
-            flat = self.buffers.take(sum(map(torch.numel, tensors)), tensors[0])
+            # Of another size than the sum, or one would take the other's buffer.
+            size = sum(map(torch.numel, tensors))
+            flat = self.buffers.take(size + 1, tensors[0])[:-1]
             with torch.no_grad():
                 write_weighted(flat, tensors, weight)
                 flat = workers.sum_in_tree(self.step.reduction, [flat], self.buffers)

@@ -65,7 +65,7 @@ class Layout:
 
     @functools.cached_property
     def shares_tensors(self) -> bool:
-        """Whether several replicas of a device use the tensors of one."""
+        """True if several replicas of a device use the tensors of one."""
         return len(set(self.owners)) < len(self.owners)
 
     def sum(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
