@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from keras_strategy.backends.torch.collectives import ALL_GATHER
-from keras_strategy.backends.torch.replica import TorchReplica
+from keras_strategy.backends.torch.state import Layout
 from keras_strategy.training.reduction import compute_and_comm_fractions
 
 _COLLECTIVES = (
@@ -17,6 +17,7 @@ _COLLECTIVES = (
     "broadcast",
     ALL_GATHER,
     "all_to_all_single",
+    "batch_isend_irecv",
 )
 
 
@@ -36,18 +37,21 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
             # The first argument of a gather or an exchange is the output.
             is_in_place = original.__name__ in ("all_reduce", "broadcast")
             values = [*args, *kwargs.values()]
+            if original.__name__ == "batch_isend_irecv":
+                values = [op.tensor for op in values[0] if op.op is dist.isend]
+                is_in_place = True
             count_collective(values if is_in_place else values[1:])
             return original(*args, **kwargs)
 
         return counted
 
-    def counting_add(original):
-        def add(replica, tensors):  # one of each thread
+    def counting_sum(original):
+        def counted(layout, name, tensors):  # one of each thread
             if len(tensors) > 1:
                 count_collective(tensors[:1])
-            return original(replica, tensors)
+            return original(layout, name, tensors)
 
-        return add
+        return counted
 
     def counting_copy(original):
         def to(tensor, *args, **kwargs):
@@ -61,15 +65,15 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
     with contextlib.ExitStack() as patches:
         for name in _COLLECTIVES:
             patches.enter_context(_wrapped(dist, name, counting_collective))
-        patches.enter_context(_wrapped(TorchReplica, "add", counting_add))
+        patches.enter_context(_wrapped(Layout, "sum", counting_sum))
         patches.enter_context(_wrapped(torch.Tensor, "to", counting_copy))
         train(steps)
     return collectives, data, 0, copies
 
 
 # The names of collectives in torch's profiler, and of sums over threads.
-_ADDS = "keras_strategy::add"
-_COLLECTIVE_EVENTS = ("c10d::", "gloo:", "nccl:", "ncclDevKernel", "mpi:", _ADDS)
+_SUMS = "keras_strategy::sum"
+_COLLECTIVE_EVENTS = ("c10d::", "gloo:", "nccl:", "ncclDevKernel", "mpi:", _SUMS)
 
 
 def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | None:
@@ -83,8 +87,8 @@ def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | No
     profiling: Any = torch.profiler
     everywhere = profiling._ExperimentalConfig(profile_all_threads=True)
     profiler = profiling.profile(activities=activities, experimental_config=everywhere)
-    named = torch.profiler.record_function(_ADDS)
-    with _wrapped(TorchReplica, "add", named), profiler:
+    named = torch.profiler.record_function(_SUMS)
+    with _wrapped(Layout, "sum", named), profiler:
         train(steps)
     events: Any = profiler.events()
     wanted = "CUDA" if on_gpus else "CPU"

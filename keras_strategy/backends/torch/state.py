@@ -448,6 +448,8 @@ class StagedWriteScope(ReplicaScope):
         super().__init__(replica)
         self.device = layout.devices[replica.index]
         self._index = replica.index
+        # True unless another replica of the device has the mirrored variables.
+        self._owns = layout.owners[replica.index] == replica.index
         self._layout = layout
         self._run = run
         self._variables: dict[int, Any] = {}
@@ -472,7 +474,7 @@ class StagedWriteScope(ReplicaScope):
             if variable.aggregation == "sum":
                 self.replica.step.sum_variables_read.add(id(variable))
         first = components.first
-        is_shared = components.is_central or components.is_shared(self._index)
+        is_shared = components.is_central or not (self._owns or components.on_read)
         if self._index == 0 and not is_shared:
             return first
         tensor = components.tensors[self._index]
@@ -551,7 +553,7 @@ class StagedWriteScope(ReplicaScope):
                 if components.is_central:
                     if self._index == 0:  # they are equal on all replicas
                         components.first.copy_(staged)
-                elif not components.is_shared(self._index):
+                elif self._owns or components.on_read:
                     self._component(self._variables[key]).copy_(staged)
 
     def record_versions(self) -> None:
