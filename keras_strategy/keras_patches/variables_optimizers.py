@@ -63,8 +63,8 @@ def _assign(original, replica, self, value):
             strategy.extended.assigned_in_run[id(self)] = self
     value = as_stored(self, value)
     is_unaggregated = self.aggregation == "none"
-    if is_unaggregated and variable_sync.is_central_without_aggregation(self):
-        value = variable_sync.aggregate_central_assignment(replica, self, value)
+    if is_unaggregated and variable_sync.is_shared_without_aggregation(replica, self):
+        value = variable_sync.aggregate_shared_assignment(replica, self, value)
     else:
         value = variable_sync.aggregate_assignment(replica, self, value)
     return original(self, value)

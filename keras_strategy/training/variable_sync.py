@@ -231,31 +231,36 @@ def _is_equal(value: Any, first: Any) -> Any:
     return ops.all(difference <= _ROUNDING.get(dtype, 0.0) * ops.max(size, initial=0))
 
 
-def declare_if_central(owner: Any) -> None:
-    """Declare the state rules of a Keras object's variables if they are central."""
+def declare_if_shared(owner: Any) -> None:
+    """Declare the rules of a Keras object's variables if replicas share memory."""
     strategy = context.current_scope()
-    if strategy is not None and strategy.parameter_device is not None:
+    if strategy is not None and (
+        strategy.parameter_device is not None or strategy.virtual_replicas is not None
+    ):
         declare_state_rules(owner)
 
 
-def is_central_without_aggregation(variable: Any) -> bool:
-    if is_sync_on_read(variable):
-        return False
+def is_shared_without_aggregation(replica: Replica, variable: Any) -> bool:
+    """Return True if replicas that share memory must aggregate an assignment."""
     owner = vars(variable).get("_ks_strategy")
-    return owner is not None and owner.parameter_device is not None
+    if owner is None or is_sync_on_read(variable):
+        return False
+    if owner.virtual_replicas is not None:  # a training step merges at its end
+        return replica.step.row_weight is None
+    return owner.parameter_device is not None
 
 
-def aggregate_central_assignment(replica: Replica, variable: Any, value: Any) -> Any:
-    """Return what all replicas must write to a central variable."""
+def aggregate_shared_assignment(replica: Replica, variable: Any, value: Any) -> Any:
+    """Return what all replicas must write to a variable in shared memory."""
     rule = vars(variable).get(_RULE)
     if rule is StateRule.EQUAL:
         return value
     if rule is StateRule.MEAN_OF_ROWS:
         return aggregate(replica, variable, value, "mean")
     raise ValueError(
-        f"The variable '{variable.path}' is stored on one device for all replicas, but "
-        "each replica assigns its own value. Create it with an aggregation to merge "
-        f"them: {AGGREGATION_HELP}. Received a variable with "
+        f"The variable '{variable.path}' is stored once for several replicas, but each "
+        "replica assigns its own value. Create it with an aggregation to merge them: "
+        f"{AGGREGATION_HELP}. Received a variable with "
         'aggregation="none".'
     )
 

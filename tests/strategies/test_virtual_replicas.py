@@ -121,6 +121,46 @@ def test_replicas_of_a_device_share_its_variables():
 
 
 @supported
+def test_memory_report_counts_shared_variables_once():
+    strategy = virtual(1)
+    with strategy.scope():
+        made = model()
+    weights = sum(v.value.nbytes for v in made.trainable_variables)
+    report = strategy.memory_report(made)
+    assert report.parameters == (weights, *[0] * 5)
+
+
+@supported
+def test_assignments_in_run_are_merged_or_refused():
+    """Replicas of a device have one copy, so that each cannot keep its own value."""
+
+    def trained(devices):
+        strategy = virtual(devices)
+        with strategy.scope():
+            layer = layers.BatchNormalization(momentum=0.5)
+            layer.build((None, 4))
+        batches = strategy.experimental_distribute_dataset([X[:12], X[:18]])
+        for batch in batches:
+            strategy.run(lambda x: layer(x, training=True), args=(batch,))
+        return [ops.convert_to_numpy(v) for v in layer.weights]
+
+    expected = 0.25 * 0 + 0.25 * X[:12].mean(0) + 0.5 * X[:18].mean(0)
+    for found in map(trained, (1, 2, 3)):
+        np.testing.assert_allclose(found[2], expected, rtol=1e-5)
+        np.testing.assert_array_equal(found[3], trained(1)[3])
+    strategy = virtual(1)
+    with strategy.scope():
+        own = keras.Variable(0.0, name="own")
+
+    def assign():
+        own.assign(ks.get_replica_context().replica_id_in_sync_group)
+
+    with pytest.raises(ValueError, match="'own' is stored once for several replicas"):
+        strategy.run(assign)
+    assert float(own) == 0
+
+
+@supported
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_reduce_follows_the_tree(op):
     numbers = np.float32([1e8, 1.0, -1e8, 3e-3, 7.0, 1e-4])

@@ -152,7 +152,7 @@ def test_variable_has_one_value(strategy):
         replica = ks.get_replica_context().replica_id_in_sync_group
         variable.assign(keras.ops.cast(replica, "float32") + 5.0)
 
-    with pytest.raises(ValueError, match="one device for all replicas") as caught:
+    with pytest.raises(ValueError, match="stored once for several replicas") as caught:
         strategy.run(assign, (v,))
     assert f"'{v.path}'" in str(caught.value) and "aggregation=" in str(caught.value)
     assert float(v) == 1.0
