@@ -56,6 +56,8 @@ KEPT = {
     "distributed/test_training.py::test_fit_equals_one_device": 1,
     "distributed/test_user_data_kinds.py::test_fit_with_users_data_kinds": 0,
     "keras_patches/test_needed_by.py::test_named_tests_exist": 0,
+    "distributed/test_virtual_replicas.py::test_killed_worker": 0,
+    "distributed/test_virtual_replicas.py::test_workers_have_bits": 1,
     "launch/test_run.py::test_environment_sets_devices_by_default": 0,
     "launch/test_subcommands.py::test_doctor_of_healthy_machine": 0,
     "strategies/test_plan.py::test_bytes_equal_memory_report": 5,
