@@ -69,9 +69,18 @@ def repeat_devices(
     devices: Sequence[str], virtual_replicas: int | None, workers: int = 1
 ) -> tuple[str, ...]:
     """Return the device of each of a worker's replicas."""
-    count = 1
-    if virtual_replicas is not None:
-        count = virtual_replicas // (workers * len(devices))
+    number = workers * len(devices)
+    if virtual_replicas is None:
+        return tuple(devices)
+    if virtual_replicas % number:
+        every = range(1, virtual_replicas + 1)
+        divisors = ", ".join(str(n) for n in every if virtual_replicas % n == 0)
+        raise ValueError(
+            "Argument `virtual_replicas` must be a multiple of the number of devices, "
+            f"of which there are {number}. Received: "
+            f"virtual_replicas={virtual_replicas}, which run on {divisors} devices."
+        )
+    count = virtual_replicas // number
     return tuple(device for device in devices for _ in range(count))
 
 

@@ -117,11 +117,7 @@ def check_shard(shard: Any, engine: Any, cross_device_ops: Any = None) -> str | 
 
 
 def check_virtual_replicas(
-    virtual_replicas: Any,
-    devices: int,
-    engine: Any,
-    shard: Any = None,
-    cross_device_ops: Any = None,
+    virtual_replicas: Any, engine: Any, shard: Any, cross_device_ops: Any = None
 ) -> int | None:
     """Return the argument; raise if it is invalid, or unsupported by the backend."""
     if virtual_replicas is None:
@@ -134,15 +130,6 @@ def check_virtual_replicas(
         raise ValueError(
             "Argument `virtual_replicas` must be a positive whole number, or None for "
             f"one replica on each device. {received}"
-        )
-    if virtual_replicas % devices:
-        divisors = [
-            n for n in range(1, virtual_replicas + 1) if virtual_replicas % n == 0
-        ]
-        raise ValueError(
-            "Argument `virtual_replicas` must be a multiple of the number of devices, "
-            f"of which there are {devices}. {received}, which run on "
-            f"{', '.join(map(str, divisors))} devices."
         )
     reason = engine.virtual_replicas_unsupported_reason()
     if reason is not None:

@@ -287,7 +287,7 @@ class Engine(Protocol):
     def logical_devices_unsupported_reason(self) -> str | None:
         """Return why a replica has one device, and what works; None if several can."""
 
-    def arithmetic(self, is_virtual: bool) -> dict[str, Any]:
+    def describe_arithmetic(self, is_virtual: bool) -> dict[str, Any]:
         """Return what decides the rounding of this process's computations."""
         # `is_virtual` tells that a strategy has virtual replicas.
         return {}

@@ -159,7 +159,7 @@ def _conditions(strategy: Any) -> dict[str, Any]:
         "NumPy": np.__version__,
         "processor": _processor(),
         "virtual_replicas": virtual_replicas,
-        **engine.arithmetic(virtual_replicas is not None),
+        **engine.describe_arithmetic(virtual_replicas is not None),
     }
 
 

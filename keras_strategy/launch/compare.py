@@ -11,6 +11,7 @@ from typing import Any
 def main(options: argparse.Namespace) -> int:
     try:
         first, second = map(_read, options.files)
+        difference = find_difference(first, second)
     except ValueError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
@@ -19,7 +20,6 @@ def main(options: argparse.Namespace) -> int:
         values = [report["conditions"].get(name) for report in (first, second)]
         if values[0] != values[1]:
             print(f"Other {name}: {values[0]} and {values[1]}.")
-    difference = find_difference(first, second)
     print(difference or f"Equal: {first['sha256']}")
     return int(difference is not None)
 
@@ -50,7 +50,8 @@ def _read(file: str) -> dict[str, Any]:
         report = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
-    if not isinstance(report, dict) or not {"sha256", "variables"} <= report.keys():
+    keys = {"sha256", "variables", "conditions"}
+    if not isinstance(report, dict) or not keys <= report.keys():
         raise ValueError(
             f"{file} is not a report of a fingerprint, as `keras-strategy run "
             "--fingerprint` and `keras_strategy.fingerprint(model).save(path)` write."

@@ -152,10 +152,10 @@ class MirroredStrategy(Strategy):
         self._batch_statistics = check_batch_statistics(batch_statistics)
         self._cross_device_ops = cross_device_ops
         self._shard = check_shard(shard, get_engine(), cross_device_ops)
-        self._devices = resolve_local_devices(devices)
         self._virtual_replicas = check_virtual_replicas(
-            virtual_replicas, len(self._devices), get_engine(), shard, cross_device_ops
+            virtual_replicas, get_engine(), shard, cross_device_ops
         )
+        self._devices = resolve_local_devices(devices)
         devices = repeat_devices(self._devices, virtual_replicas)
         super().__init__(StrategyExtended(self, devices, cross_device_ops))
 
@@ -189,6 +189,7 @@ def check_workers_agree(
         "device type": devices[0].split(":")[0],
         "`batch_statistics`": strategy.batch_statistics,
         "`shard`": strategy.shard,
+        "`virtual_replicas`": strategy.virtual_replicas,
         **(chosen or {}),
         "`bytes_per_pack`": workers.options.bytes_per_pack,
     }
@@ -269,16 +270,15 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         self._cluster_resolver = cluster_resolver
         self._shard = check_shard(shard, get_engine())
+        self._virtual_replicas = check_virtual_replicas(
+            virtual_replicas, get_engine(), shard
+        )
         workers = connect_workers(cluster_resolver, options)
         devices = tuple(get_engine().list_devices())
         if workers is not None:
             devices = _local_devices(devices, workers)
-            chosen = {"`virtual_replicas`": virtual_replicas}
-            check_workers_agree(self, workers, devices, chosen)
+            check_workers_agree(self, workers, devices)
         size = 1 if workers is None else workers.size
-        self._virtual_replicas = check_virtual_replicas(
-            virtual_replicas, size * len(devices), get_engine(), shard
-        )
         devices = repeat_devices(devices, virtual_replicas, size)
         super().__init__(StrategyExtended(self, devices, cluster=workers))
 

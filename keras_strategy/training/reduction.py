@@ -1,5 +1,6 @@
 """Reductions over replicas: dtypes, axes, order, batch statistics, time in them."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -99,6 +100,7 @@ def _halves(replicas: range) -> tuple[range, range]:
     return range(replicas.start, middle), range(middle, replicas.stop)
 
 
+@functools.lru_cache(maxsize=1024)  # the same in each step
 def find_subtrees(replicas: range, of: range) -> list[range]:
     """Return the largest subtrees of a tree of replicas that have only some of them."""
     if replicas.start <= of.start and of.stop <= replicas.stop:

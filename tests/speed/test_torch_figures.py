@@ -45,6 +45,16 @@ def test_cost_per_step_of_two_processes(starter):
             check(Figures(**figures), calls, CHECKSUM_BYTES)
 
 
+def test_cost_per_step_of_virtual_replicas(starter):
+    """A check, an exchange of parts and one of their sums: half of the gradients."""
+    with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
+        for found in runner.run(torch_jobs.figures_of_a_worker, virtual_replicas=2):
+            for figures in found:
+                sent = figures["gradient_bytes"] * 3 / 2
+                assert figures["collectives"] == 3
+                assert 0 < figures["bytes"] - sent <= CHECKSUM_BYTES
+
+
 def test_one_device_adds_no_cost():
     figures = torch_jobs.figures(ks.OneDeviceStrategy("cpu:0"), "fit")
     assert (figures.collectives, figures.bytes, figures.transfers) == (0, 0, 0)

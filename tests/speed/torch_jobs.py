@@ -21,7 +21,7 @@ def figures(strategy: ks.Strategy, loop: str) -> Figures:
     return figures_of(fit(model, MLP), model)
 
 
-def figures_of_a_worker() -> list[dict]:
+def figures_of_a_worker(virtual_replicas: int | None = None) -> list[dict]:
     """Those of "fit" and of "run" in one of several processes, as dicts."""
-    strategy = ks.MultiWorkerMirroredStrategy()
+    strategy = ks.MultiWorkerMirroredStrategy(virtual_replicas=virtual_replicas)
     return [dataclasses.asdict(figures(strategy, loop)) for loop in ("fit", "run")]

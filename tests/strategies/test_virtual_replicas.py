@@ -207,6 +207,18 @@ def test_functions_without_deterministic_kernel_are_refused():
 
 
 @supported
+def test_replicas_compute_with_one_thread():
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert virtual(1).run(torch.get_num_threads) == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+@supported
 @pytest.mark.parametrize("devices", [2, 3])
 def test_resume_on_other_devices_has_same_bits(devices, tmp_path):
     def fit(devices, epochs, folder):
@@ -260,7 +272,7 @@ def test_bad_numbers_are_refused(devices, options, message):
 def test_options_that_decide_other_sums_are_refused():
     class Own(ks.CrossDeviceOps):
         def reduce_implementation(self, *args):
-            raise NotImplementedError
+            """Never called."""
 
     with pytest.raises(ValueError, match="cannot be combined with `shard`"):
         virtual(1, shard="optimizer")

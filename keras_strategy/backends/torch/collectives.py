@@ -291,7 +291,7 @@ class TorchWorkers(WorkerCollectives):
             work.wait()
 
     def sum_all(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return map_flattened(tensors, lambda flat: self.sum(name, flat))
+        return map_flattened(lambda flat: self.sum(name, flat), tensors)
 
     def gather(
         self,
@@ -386,17 +386,21 @@ def _checksum(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> bytes:
 
 
 def map_flattened(
-    tensors: Sequence[torch.Tensor], fn: Callable[[torch.Tensor], torch.Tensor]
+    fn: Callable[..., torch.Tensor], *sequences: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Apply an elementwise function to the flat join of all tensors of a dtype."""
-    results: list[Any] = [None] * len(tensors)
+    """Apply an elementwise function, as `map` does, to the flat joins of a dtype."""
+    first = sequences[0]
+    results: list[Any] = [None] * len(first)
     by_kind: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(tensors):
+    for index, tensor in enumerate(first):
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(index)
     for indices in by_kind.values():
-        group = [tensors[index] for index in indices]
-        flat = fn(torch.cat([tensor.reshape(-1) for tensor in group]))
-        for index, part in zip(indices, unflatten(flat, group), strict=True):
+        flats = [
+            torch.cat([tensors[index].reshape(-1) for index in indices])
+            for tensors in sequences
+        ]
+        parts = unflatten(fn(*flats), [first[index] for index in indices])
+        for index, part in zip(indices, parts, strict=True):
             results[index] = part
     return results
 

@@ -60,7 +60,7 @@ class TorchEngine(Engine):
     def virtual_replicas_unsupported_reason(self) -> str | None:
         return None
 
-    def arithmetic(self, is_virtual: bool) -> dict[str, Any]:
+    def describe_arithmetic(self, is_virtual: bool) -> dict[str, Any]:
         if torch.cuda.is_available():
             return {"GPU": torch.cuda.get_device_name(), "CUDA": torch.version.cuda}
         return {

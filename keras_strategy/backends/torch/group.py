@@ -144,8 +144,8 @@ class TorchGroup(ComponentGroup):
         components = find_components(variable)
         if components is None or components.shards is None:
             owners = enumerate(self.layout.owners)
-            size, is_own = byte_count(variable), is_sync_on_read(variable)
-            return tuple(size if is_own or i == owner else 0 for i, owner in owners)
+            size, on_read = byte_count(variable), is_sync_on_read(variable)
+            return tuple(size if on_read or i == owner else 0 for i, owner in owners)
         return tuple(t.nbytes for t in components.tensors)
 
     def local_shards(self, variable: Any) -> list[tuple[int, torch.Tensor]]:

@@ -156,9 +156,7 @@ class TorchReplica(ThreadReplica):
         """Return the sum over the replicas, a new tensor."""
         layout = self._group.layout
         if len(layout.devices) == 1:
-            if layout.topology.sums_in_tree:
-                return layout.sum(name, [tensor])
-            return self.workers.sum(name, tensor)
+            return layout.sum(name, [tensor])
         total = self.total(name, tensor.detach())
         return total.to(tensor.device, copy=True)
 
@@ -201,12 +199,12 @@ class TorchReplica(ThreadReplica):
         convert = keras.ops.convert_to_tensor
         with torch.no_grad():
             return map_flattened(
+                sum_weighted,
                 [
                     # Sparse gradients have other rows on each replica.
                     (t if type(t) is torch.Tensor else convert(t)).to_dense()
                     for t in tensors
                 ],
-                sum_weighted,
             )
 
     def _gather_gradient(self, gradient: ShardedGradient) -> torch.Tensor:

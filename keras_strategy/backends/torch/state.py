@@ -27,8 +27,8 @@ from keras_strategy.backends.threads.patches import (
     current_thread_replica,
     unbuilt_variable_error,
 )
-from keras_strategy.backends.torch.collectives import TorchWorkers
-from keras_strategy.backends.torch.gradient_buckets import scale_in_place, unflatten
+from keras_strategy.backends.torch.collectives import TorchWorkers, map_flattened
+from keras_strategy.backends.torch.gradient_buckets import scale_in_place
 from keras_strategy.core import context
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.errors import MirrorError
@@ -71,37 +71,26 @@ class Layout:
     def sum(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum the local replicas' tensors with the other workers'; return a new one."""
         if not self.topology.sums_in_tree:
+            if self.workers is not None and len(tensors) == 1:
+                return self.workers.sum(name, tensors[0])
             total = sum_tensors(tensors)
             return total if self.workers is None else self.workers.sum(name, total)
         local = [tensor.detach().to(tensors[0].device) for tensor in tensors]
         if self.workers is not None:
             return self.workers.sum_in_tree(name, local)
         leaves = {range(i, i + 1): tensor for i, tensor in enumerate(local)}
-        total = sum_in_tree(range(len(local)), leaves, torch.add)
-        return total.clone() if len(local) == 1 else total
+        return sum_in_tree(range(len(local)), leaves, torch.add)
 
     def sum_each(
         self, name: str, tensors: Sequence[Sequence[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Return several `sum`s, of one collective; a sequence is of the replicas'."""
-        if not self.topology.sums_in_tree:
+        """Sum several values in one collective, given those of each local replica."""
+        if not (self.topology.sums_in_tree and tensors):
             sums = list(map(sum_tensors, tensors))
             return sums if self.workers is None else self.workers.sum_all(name, sums)
-        sums: list[Any] = [None] * len(tensors)
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, replicas in enumerate(tensors):
-            by_dtype.setdefault(replicas[0].dtype, []).append(index)
-        for indices in by_dtype.values():
-            by_replica = zip(*[tensors[index] for index in indices], strict=True)
-            home = tensors[indices[0]][0].device
-            flats = [
-                torch.cat([tensor.reshape(-1).to(home) for tensor in replica])
-                for replica in by_replica
-            ]
-            parts = unflatten(self.sum(name, flats), [tensors[i][0] for i in indices])
-            for index, part in zip(indices, parts, strict=True):
-                sums[index] = part
-        return sums
+        tensors = [[t.to(parts[0].device) for t in parts] for parts in tensors]
+        by_replica = zip(*tensors, strict=True)
+        return map_flattened(lambda *flats: self.sum(name, flats), *by_replica)
 
 
 class Components:
