@@ -212,8 +212,11 @@ def test_replicas_compute_with_one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert virtual(1).run(torch.get_num_threads) == 1
-        assert torch.get_num_threads() == 2
+        strategy = virtual(1)
+        for _ in range(2):
+            torch.set_num_threads(2)
+            assert strategy.run(torch.get_num_threads) == 1
+            assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
 

@@ -227,8 +227,6 @@ class TorchGroup(ComponentGroup):
         def run_replica(replica, arguments):
             index = replica.index
             device = self.torch_devices[index]
-            if self.topology.sums_in_tree:
-                torch.set_num_threads(1)  # of this thread
             with (
                 applied_settings(settings),
                 torch.set_grad_enabled(gradients),
@@ -333,7 +331,8 @@ class TorchGroup(ComponentGroup):
 def _reproducible_rounding() -> Iterator[None]:
     """Context manager in which torch's functions round alike in each process."""
     # A function without a deterministic kernel raises an error that names it. The
-    # order of a sum depends on the number of threads, which each thread has to set.
+    # order of a sum depends on the number of threads. A replica's thread, which starts
+    # in this context, keeps the number.
     settings: Any = torch.utils.deterministic
     threads = torch.get_num_threads()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
