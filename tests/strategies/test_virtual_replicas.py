@@ -257,18 +257,18 @@ def test_resume_compares_the_fingerprint(tmp_path):
         fit("float64")
 
 
-@pytest.mark.parametrize(
-    ("devices", "options", "message"),
-    [
-        (2, {"virtual_replicas": 9}, "a multiple .* 2. Received: .*=9, .* 1, 3, 9 dev"),
-        (1, {"virtual_replicas": 0}, "positive whole number.*virtual_replicas=0"),
-        (1, {"virtual_replicas": True}, "positive whole number.*virtual_replicas=True"),
-        (1, {"virtual_replicas": "2"}, "positive whole number.*virtual_replicas='2'"),
-    ],
-)
-def test_bad_numbers_are_refused(devices, options, message):
-    with pytest.raises(ValueError, match=message):
-        ks.MirroredStrategy([f"cpu:{i}" for i in range(devices)], **options)
+@pytest.mark.parametrize("number", [0, True, "2"])
+def test_bad_numbers_are_refused(number):
+    message = f"positive whole number.*virtual_replicas={number!r}"
+    for create in (ks.MirroredStrategy, ks.MultiWorkerMirroredStrategy):
+        with pytest.raises(ValueError, match=message):
+            create(virtual_replicas=number)
+
+
+@supported
+def test_number_that_devices_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match="a multiple .* 2. Received: .*=9, .* 1, 3, 9"):
+        virtual(2, 9)
 
 
 @supported
