@@ -12,13 +12,8 @@ from typing import Any
 
 from benchmarks.memory import Found, trained
 
-# What a ring sends of the bytes of a collective's largest tensor, by its name in torch.
-_KINDS = {
-    "all_reduce": ("all-reduce", 2.0),
-    "all_gather_single": ("all-gather", 1.0),
-    "all_gather_into_tensor": ("all-gather", 1.0),
-    "all_to_all_single": ("all-to-all", 1.0),
-}
+# Functions of torch.distributed.
+_KINDS = {"all_reduce": "all-reduce", "all_to_all_single": "all-to-all"}
 
 
 def of_worker(width: int, shard: str | None) -> Found:
@@ -45,45 +40,53 @@ def _let_threads_free_memory() -> None:
     def waiting(function):
         def call(*args, **kwargs):
             result = function(*args, **kwargs)
-            if result is not None:  # the work of an asynchronous one
-                result.wait()
             time.sleep(0.05)  # a loaded machine needs that long
             return result
 
         return call
 
     for name in _KINDS:
-        if hasattr(dist, name):
-            setattr(dist, name, waiting(getattr(dist, name)))
+        setattr(dist, name, waiting(getattr(dist, name)))
 
 
 def count_what_is_sent(least: int = 1000) -> dict[str, tuple[int, float]]:
-    """Count collectives by kind, and the bytes that a ring sends, from now on.
+    """Count collectives by kind, and the bytes that a worker sends, from now on.
 
     Args:
         least: The bytes of those that count.
     """
     import torch.distributed as dist
 
+    from keras_strategy.backends.torch.collectives import TorchWorkers
+
     sent: dict[str, tuple[int, float]] = {}
     if not dist.is_initialized():
         return sent
-    share = (dist.get_world_size() - 1) / dist.get_world_size()
+    workers = dist.get_world_size()
 
-    def counting(name: str) -> None:
-        original, (kind, factor) = getattr(dist, name), _KINDS[name]
+    def note(kind: str, tensor: Any, times: float) -> None:
+        if tensor.nbytes >= least:
+            count, before = sent.get(kind, (0, 0.0))
+            sent[kind] = count + 1, before + times * tensor.nbytes
+
+    def counting(name: str, times: float) -> None:
+        original = getattr(dist, name)
 
         def counted(tensor, *args, **kwargs):
-            size = tensor.numel() * tensor.element_size()
-            if size >= least:
-                count, before = sent.get(kind, (0, 0.0))
-                sent[kind] = count + 1, before + factor * share * size
+            note(_KINDS[name], tensor, times)
             return original(tensor, *args, **kwargs)
 
         setattr(dist, name, counted)
 
-    for name in _KINDS:
-        counting(name)
+    counting("all_reduce", 2 * (workers - 1) / workers)
+    counting("all_to_all_single", (workers - 1) / workers)
+    start_gather = TorchWorkers.start_gather
+
+    def gathered(self, name, rows, *args):
+        note("all-gather", rows, workers - 1)
+        return start_gather(self, name, rows, *args)
+
+    TorchWorkers.start_gather = gathered
     return sent
 
 

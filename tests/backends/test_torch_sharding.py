@@ -76,6 +76,15 @@ def test_workers_that_read_other_units_than_were_prefetched_fail(starter):
             assert "different" in message, message
 
 
+def test_gpus_gather_the_same_rows_as_cpus(starter):
+    with WorkerRunner(2, timeout_seconds=60, starter=starter) as runner:
+        first, second = runner.run(jobs.gather_in_both_ways)
+    for (exchanged, gathered), (other, _) in zip(first, second, strict=True):
+        assert exchanged.dtype == gathered.dtype and len(gathered) in (2, 4)
+        torch.testing.assert_close(gathered, exchanged, rtol=0, atol=0)
+        torch.testing.assert_close(other, exchanged, rtol=0, atol=0)
+
+
 def test_optimizer_updates_few_shards_at_a_time(monkeypatch):
     sizes = []
     cls = type(keras.optimizers.RMSprop())

@@ -11,6 +11,7 @@ from keras import layers, ops
 
 import keras_strategy as ks
 from keras_strategy.backends.torch import sharding
+from keras_strategy.backends.torch.gradient_buckets import FlatBufferPool
 
 UNIT_BYTES = 300
 BATCH = 12  # the last batch has 5 rows
@@ -276,3 +277,20 @@ def read_other_units() -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def gather_in_both_ways() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Joins rows of workers as CPUs do, and as GPUs do."""
+    workers: Any = ks.MultiWorkerMirroredStrategy().extended.group.workers
+    pairs = []
+    for counts in ([2, 2], [3, 1], [1, 3], [0, 2]):
+        for dtype in (torch.float32, torch.bfloat16, torch.bool):
+            size = 2 * counts[workers.rank]
+            rows = torch.arange(size).view(-1, 2).to(dtype) + workers.rank
+            by_exchange = workers.gather_rows("rows", rows, counts)
+            pool = FlatBufferPool()
+            works, join = workers._start_padded_gather(rows, counts, pool)
+            for work in works:
+                work.wait()
+            pairs.append((by_exchange, join().view(by_exchange.shape)))
+    return pairs

@@ -182,12 +182,14 @@ def dense(width):
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="others do not count their CPUs' memory")
-@pytest.mark.parametrize("shard", SHARDS)
-def test_peak_is_measured_peak(shard, starter):
+@pytest.mark.parametrize(
+    "shard, workers", [*((shard, 2) for shard in SHARDS), ("optimizer", 4)]
+)
+def test_peak_is_measured_peak(shard, workers, starter):
     """By torch's profiler, as for the tables of docs/larger_models.md."""
     build = functools.partial(dense, 1100)
-    (choice,) = ks.plan(build, memory.ROWS, 2, shard).choices
-    with WorkerRunner(2, timeout_seconds=120, starter=starter) as runner:
+    (choice,) = ks.plan(build, memory.ROWS, workers, shard).choices
+    with WorkerRunner(workers, timeout_seconds=120, starter=starter) as runner:
         found = runner.run(memory_torch.of_worker, 1100, shard)
     assert choice.slots == max(worker.slots for worker in found)
     assert choice.peak == pytest.approx(max(one.most for one in found), rel=0.02)

@@ -1,6 +1,7 @@
 """Collectives between the processes of a cluster, by torch.distributed."""
 
 import datetime
+import math
 import os
 import sys
 import weakref
@@ -38,7 +39,7 @@ from keras_strategy.training.reduction import find_subtrees, sum_in_tree
 from keras_strategy.training.sharding import FlatShards
 
 # Before torch 2.13 it has the second name.
-ALL_GATHER = (
+_ALL_GATHER = (
     "all_gather_single"
     if hasattr(dist, "all_gather_single")
     else "all_gather_into_tensor"
@@ -256,9 +257,7 @@ class TorchWorkers(WorkerCollectives):
             return total(rows.unbind()).view(first.shape)
         # Each worker adds up a part, which the others send it, and sends the result.
         buffers = buffers or _NEW
-        result = buffers.take(first.numel(), first)
-        parts = result.tensor_split(self.size)
-        sizes = list(map(torch.numel, parts))
+        sizes = [part.numel() for part in first.reshape(-1).tensor_split(self.size)]
         sent = sums[0]
         if len(sums) > 1:
             pieces = [flat.split(sizes) for flat in sums]
@@ -273,22 +272,8 @@ class TorchWorkers(WorkerCollectives):
                 [n * local * first.element_size() for n in counts],
                 [len(sums) * size * first.element_size() for size in sizes],
             )
-            parts[self.rank].copy_(total(received.view(len(nodes), local).unbind()))
-            self._share_parts(parts)
-        return result.view(first.shape)
-
-    def _share_parts(self, parts: Sequence[torch.Tensor]) -> None:
-        """Send this worker's part to all others, and receive theirs."""
-        # gloo's all-gather takes twice as long, and as much memory again.
-        operations = []
-        for rank, part in enumerate(parts):
-            if rank != self.rank:
-                operations += [
-                    dist.P2POp(dist.isend, parts[self.rank], rank),
-                    dist.P2POp(dist.irecv, part, rank),
-                ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        part = total(received.view(len(nodes), local).unbind())
+        return self.start_gather(name, part, sizes, buffers)().view(first.shape)
 
     def sum_all(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return map_flattened(lambda flat: self.sum(name, flat), tensors)
@@ -324,33 +309,61 @@ class TorchWorkers(WorkerCollectives):
         buffers: FlatBufferPool | None = None,
     ) -> Callable[[], torch.Tensor]:
         """Start to join the workers' rows; return what waits for them."""
+        shape = sum(counts), *rows.shape[1:]
+        if not math.prod(shape):
+            return lambda: rows.new_empty(shape)
+        rows = rows.detach()
+        start = self._start_padded_gather if rows.is_cuda else self._start_exchange
+        works, join = start(rows, counts, buffers or _NEW)
+
+        def finish() -> torch.Tensor:
+            with self.track_operation(name):
+                for work in works:
+                    work.wait()
+            return join().view(shape)
+
+        return finish
+
+    def _start_exchange(
+        self, rows: torch.Tensor, counts: Sequence[int], buffers: FlatBufferPool
+    ) -> tuple[list[Any], Callable[[], torch.Tensor]]:
+        """Start to send these rows to each other worker, and to receive theirs."""
+        # gloo's all-gather takes twice as long, and as much memory again.
+        width = math.prod(rows.shape[1:])
+        joined = buffers.take(sum(counts) * width, rows)
+        parts = joined.split([count * width for count in counts])
+        parts[self.rank].copy_(rows.reshape(-1))
+        works = []
+        for rank, part in enumerate(parts):
+            if rank != self.rank:
+                works.append(dist.isend(parts[self.rank], rank))
+                works.append(dist.irecv(part, rank))
+        return works, lambda: joined
+
+    def _start_padded_gather(
+        self, rows: torch.Tensor, counts: Sequence[int], buffers: FlatBufferPool
+    ) -> tuple[list[Any], Callable[[], torch.Tensor]]:
+        """Start an all-gather, where each worker sends as many rows as the longest."""
         longest = max(counts)
         sent = rows.contiguous()
         if len(rows) < longest:
             sent = rows.new_zeros((longest, *rows.shape[1:]))
             sent[: len(rows)] = rows
-        shape = sum(counts), *rows.shape[1:]
-        if sent.numel() == 0:
-            return lambda: rows.new_empty(shape)
-        received = (buffers or _NEW).take(self.size * sent.numel(), rows)
+        received = buffers.take(self.size * sent.numel(), rows)
         by_row = received.view(self.size * longest, -1)
         # As bytes, since gloo does not know all dtypes.
         sent = sent.reshape(longest, -1).view(torch.uint8)
-        gather = getattr(dist, ALL_GATHER)
+        gather = getattr(dist, _ALL_GATHER)
         work = gather(by_row.view(torch.uint8), sent, async_op=True)
 
-        def finish() -> torch.Tensor:
-            with self.track_operation(name):
-                work.wait()
+        def join() -> torch.Tensor:
             short = [count for count in counts if count < longest]
             if not any(short[1:]) and sorted(counts, reverse=True) == list(counts):
-                joined = by_row[: sum(counts)]  # in one piece
-            else:
-                parts = zip(by_row.split(longest), counts, strict=True)
-                joined = torch.cat([part[:count] for part, count in parts])
-            return joined.reshape(shape)
+                return by_row[: sum(counts)]  # in one piece
+            parts = zip(by_row.split(longest), counts, strict=True)
+            return torch.cat([part[:count] for part, count in parts])
 
-        return finish
+        return [work], join
 
     def broadcast(
         self, name: str, tensors: Sequence[torch.Tensor]

@@ -1,9 +1,10 @@
 """Planning on torch: fake tensors, units of weights, and the buffers of a step.
 
-Each device has a process. gloo's collectives, on CPUs, use a buffer of their own.
+Each device has a process.
 """
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -168,13 +169,18 @@ def predict(
         collectives += len(buckets) * is_sharded
         sent = size * (2 if scatters or not is_sharded else 3)
         if is_sharded:
-            # While new weights are gathered: the bucket before, the received one, which
-            # gloo receives elsewhere first, and two copies of the shards that are sent.
-            pairs = zip([0, *buckets], buckets, strict=False)
-            most = [a + (2 - has_gpus) * b + 2 * b // replicas for a, b in pairs]
             update = _sharded_update(update, optimizer, weights, replicas)
-            update = max(update, *most)
-            update += size // replicas if scatters else 0  # sums of gradients
+            # While new weights are gathered: the bucket before, the received one, and
+            # two copies of the shards that are sent.
+            pairs = zip([0, *buckets], buckets, strict=False)
+            gathers = [last + new + 2 * new // replicas for last, new in pairs]
+            update = max(update, *gathers)
+            if scatters:
+                # While gradients are summed: a bucket that is sent, another one that is
+                # received, and the shards of the sums, which the update reads.
+                pairs = zip(buckets, itertools.accumulate(buckets), strict=True)
+                reductions = [2 * new + summed // replicas for new, summed in pairs]
+                update = max(update + size // replicas, *reductions)
         # The buffer of an all-reduce is kept for the next step.
         kept = size if is_several and not scatters else 0
         sizes = size, size, slot_bytes

@@ -8,17 +8,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from keras_strategy.backends.torch.collectives import ALL_GATHER
+from keras_strategy.backends.torch.collectives import TorchWorkers
 from keras_strategy.backends.torch.state import Layout
 from keras_strategy.training.reduction import compute_and_comm_fractions
 
-_COLLECTIVES = (
-    "all_reduce",
-    "broadcast",
-    ALL_GATHER,
-    "all_to_all_single",
-    "batch_isend_irecv",
-)
+_COLLECTIVES = "all_reduce", "broadcast", "all_to_all_single"
 
 
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
@@ -34,12 +28,9 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
 
     def counting_collective(original):
         def counted(*args, **kwargs):
-            # The first argument of a gather or an exchange is the output.
-            is_in_place = original.__name__ in ("all_reduce", "broadcast")
+            # The first argument of an exchange is the output.
+            is_in_place = original.__name__ != "all_to_all_single"
             values = [*args, *kwargs.values()]
-            if original.__name__ == "batch_isend_irecv":
-                values = [op.tensor for op in values[0] if op.op is dist.isend]
-                is_in_place = True
             count_collective(values if is_in_place else values[1:])
             return original(*args, **kwargs)
 
@@ -65,6 +56,8 @@ def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]
     with contextlib.ExitStack() as patches:
         for name in _COLLECTIVES:
             patches.enter_context(_wrapped(dist, name, counting_collective))
+        gather = _wrapped(TorchWorkers, "start_gather", counting_collective)
+        patches.enter_context(gather)
         patches.enter_context(_wrapped(Layout, "sum", counting_sum))
         patches.enter_context(_wrapped(torch.Tensor, "to", counting_copy))
         train(steps)

@@ -445,12 +445,18 @@ class UnitPrefetch:
 
     def end_run(self) -> None:
         self._last_order, self._order = self._order, []
-        self._number = self._finish = None
+        self._finish_unread()
 
     def drop(self, unit: WeightUnit) -> None:
         """Forget the gather of a unit whose weights are written."""
         if unit.number == self._number:
-            self._number = self._finish = None
+            self._finish_unread()
+
+    def _finish_unread(self) -> None:
+        """Wait for a gather that nothing will read, as the workers still send."""
+        finish, self._number, self._finish = self._finish, None, None
+        if finish is not None:
+            finish()
 
     def take(
         self, unit: WeightUnit, dtype: torch.dtype
@@ -459,12 +465,14 @@ class UnitPrefetch:
         position = len(self._order)
         sizes = unit.worker_sizes()
         self._order.append(_UnitGather(unit.number, dtype, sizes, weakref.ref(unit)))
-        started = self._finish if unit.number == self._number else None
-        self._number = self._finish = None
         last = [gather[:3] for gather in self._last_order[position : position + 1]]
-        if last != [(unit.number, dtype, sizes)]:
+        is_expected = last == [(unit.number, dtype, sizes)]
+        if not is_expected:
             self._last_order = []  # this run takes another way
-            return None
+        started = self._finish if is_expected and unit.number == self._number else None
+        if started is None:
+            self._finish_unread()
+        self._number = self._finish = None
         return started
 
     def start_next(self) -> None:
