@@ -46,11 +46,12 @@ class FlatBufferPool:
         key = size, like.dtype, like.device, torch.is_inference_mode_enabled()
         entry = self._buffers.pop(key, None)
         if entry is None or _use_count(entry[0].untyped_storage()._cdata) != entry[1]:
+            if len(self._buffers) >= self._max_buffers > 0:  # before memory is taken
+                self._buffers.pop(next(iter(self._buffers)))  # the least recently used
             buffer = like.new_empty(size)
             entry = buffer, _use_count(buffer.untyped_storage()._cdata)
-        self._buffers[key] = entry
-        if len(self._buffers) > self._max_buffers:
-            self._buffers.pop(next(iter(self._buffers)))  # the least recently used
+        if self._max_buffers:
+            self._buffers[key] = entry
         return entry[0].view(-1)  # another tensor, which counts as a use
 
     def clear(self) -> None:
