@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+
 from keras_strategy.backends.torch.collective_check import (  # noqa: E402
     CollectiveVerifier,
 )
@@ -271,3 +273,17 @@ def test_changed_gradients_stop_early_sending():
             assert torch.equal(total, gradient * 0.5)
     # From the third step on they are expected; after three in vain, no more.
     assert sent == [0, 0, 2, 2, 2, 2, 2, 2, 2, 0]
+
+
+def test_buffer_is_freed_before_another_takes_memory():
+    pool = FlatBufferPool(max_buffers=1)
+    old = StorageWeakRef(pool.take(8, torch.zeros(1)).untyped_storage())
+    freed = []
+
+    class Like(torch.Tensor):
+        def new_empty(self, size):
+            freed.append(old.expired())
+            return torch.empty(size)
+
+    pool.take(9, torch.zeros(1).as_subclass(Like))
+    assert freed == [True]

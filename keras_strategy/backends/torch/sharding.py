@@ -453,7 +453,7 @@ class UnitPrefetch:
             self._finish_unread()
 
     def _finish_unread(self) -> None:
-        """Wait for a gather that nothing will read, as the workers still send."""
+        """Wait for a gather that nothing reads: the other workers are still sending."""
         finish, self._number, self._finish = self._finish, None, None
         if finish is not None:
             finish()
