@@ -241,6 +241,20 @@ def _apply_pairs_of_sums(original: Callable) -> Callable:
     return apply_gradients
 
 
+def _apply_values_of_sums(original: Callable) -> Callable:
+    def stateless_apply(self, optimizer_variables, grads, trainable_variables):
+        def apply(grads):
+            return original(self, optimizer_variables, grads, trainable_variables)
+
+        replica = context.distributed_replica()
+        if replica is None or replica_recorders:  # left to `apply`
+            return apply(grads)
+        # LossScaleOptimizer calls `apply` in a condition, where JAX cannot communicate.
+        return _sum_and_apply(replica, self, list(grads), None, apply)
+
+    return stateless_apply
+
+
 class _Apply(SubclassPatch):
     """Sum the gradients over the replicas once, before an optimizer uses them."""
 
@@ -249,7 +263,11 @@ class _Apply(SubclassPatch):
     # and LossScaleOptimizer calls another optimizer.
 
     owner = keras.optimizers.Optimizer
-    wrappers = {"apply": _apply_sums, "apply_gradients": _apply_pairs_of_sums}
+    wrappers = {
+        "apply": _apply_sums,
+        "apply_gradients": _apply_pairs_of_sums,
+        "stateless_apply": _apply_values_of_sums,
+    }
 
 
 _apply = _Apply()
