@@ -1,10 +1,12 @@
 """Prints whether the rows of the equality table have the same bits on other devices.
 
-Each row trains one model with virtual replicas: in one process, and in processes of one
-device each. Its weights, optimizer variables, logs and predictions are compared.
+Each row trains one model with virtual replicas: on devices of one process, and in
+processes of one device each. Its weights, optimizer variables, logs and predictions are
+compared.
 """
 
 import argparse
+import functools
 import hashlib
 import sys
 import warnings
@@ -32,10 +34,10 @@ def digest(trained: Trained) -> str:
     return found.hexdigest()
 
 
-def train_here(case: Case, rows: int, virtual_replicas: int) -> Trained:
-    """Trains a row on one device of this process."""
+def train_here(devices: int, virtual_replicas: int, case: Case, rows: int) -> Trained:
+    """Trains a row on devices of this process."""
     strategy = ks.MirroredStrategy(
-        ["cpu:0"],
+        [f"cpu:{i}" for i in range(devices)],
         batch_statistics=case.batch_statistics,
         virtual_replicas=virtual_replicas,
     )
@@ -55,13 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; returns 1 if the bits of a row differ."""
     parser = argparse.ArgumentParser(prog="python -m tests.equality.bits")
     parser.add_argument("--virtual-replicas", type=int, default=12)
-    parser.add_argument("--workers", default="2,3,4,6", help="such as 2,3,4,6")
+    parser.add_argument("--devices", default="1", help="such as 1,2,3,4,6")
+    parser.add_argument("--workers", default="2,3,4,6", help='such as 2,3,4,6, or ""')
     parser.add_argument("--only", default="", help="rows whose name contains this")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
 
     backend, virtual = keras.backend.backend(), options.virtual_replicas
-    numbers = list(map(int, options.workers.split(",")))
+    devices = list(map(int, options.devices.split(",")))
+    numbers = list(map(int, filter(None, options.workers.split(","))))
+    ks.config.set_logical_devices("cpu", max(devices))
     cases = [
         case
         for case in all_cases()
@@ -69,17 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         and backend not in case.not_on
     ]
     names = [case.name for case in cases]
-    trainers = [
+    trainers = [functools.partial(train_here, n, virtual) for n in devices]
+    trainers += [
         train_with_processes(names, [ROWS], n, virtual_replicas=virtual)
         for n in numbers
     ]
-    columns = " | ".join(f"N = {n}" for n in (1, *numbers))
-    print(f"| V = {virtual} | {columns} |\n| --- |{' --- |' * (1 + len(numbers))}")
+    columns = [f"{n} devices" for n in devices] + [f"{n} workers" for n in numbers]
+    print(
+        f"| V = {virtual} | {' | '.join(columns)} |\n| ---{' | ---' * len(columns)} |"
+    )
     different = 0
     for case in cases:
-        cells = [cell(lambda case=case: train_here(case, ROWS, virtual))]
-        for trainer in trainers:
-            cells.append(cell(lambda case=case, of=trainer: of(case, ROWS)))
+        cells = [cell(functools.partial(of, case, ROWS)) for of in trainers]
         is_same = len(set(cells)) == 1
         different += not is_same
         mark = "" if is_same else " (!)"
