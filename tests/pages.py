@@ -2,7 +2,7 @@
 
 A comment in the line before a block says how it is run:
 
-    <!-- on: torch -->                   on that backend alone
+    <!-- on: jax or torch -->            on these backends alone
     <!-- peer: horovod on tensorflow --> the same, where that package is, as a launcher
                                          of one process would start it
     <!-- alone -->                       in a process of its own
@@ -22,8 +22,8 @@ _PART = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _MARK = re.compile(
-    r"(?P<alone>alone)|on: (?P<on>\w+)|peer: (?P<peer>\w+) on (?P<peers>\w+)"
-    r"|not run: (?P<reason>.+)"
+    r"(?P<alone>alone)|on: (?P<on>\w+(?: or \w+)*)"
+    r"|peer: (?P<peer>\w+) on (?P<peers>\w+)|not run: (?P<reason>.+)"
 )
 
 
@@ -35,7 +35,7 @@ class Block:
         language: What stands behind its fence.
         code: Its lines.
         line: The line of the page that it begins in.
-        backend: The one that it is for, or None.
+        backends: Those that it is for; none for all.
         peer: The package that it is a program of, or None.
         reason: Why it is not run, or None.
         alone: Whether it is a program by itself.
@@ -44,7 +44,7 @@ class Block:
     language: str
     code: str
     line: int
-    backend: str | None = None
+    backends: tuple[str, ...] = ()
     peer: str | None = None
     reason: str | None = None
     alone: bool = False
@@ -61,12 +61,13 @@ def blocks_of(text: str) -> list[Block]:
         line = text.count("\n", 0, part.start("code")) + 1
         mark = _MARK.fullmatch(part["mark"] or "")
         said = mark.groupdict() if mark else {}
+        on = said.get("on") or said.get("peers")
         blocks.append(
             Block(
                 part["language"],
                 part["code"],
                 line,
-                said.get("on") or said.get("peers"),
+                tuple(on.split(" or ")) if on else (),
                 said.get("peer"),
                 said.get("reason"),
                 bool(said.get("alone")),

@@ -172,6 +172,8 @@ class Replica(Protocol):
     id: Any
     # Calls `fn(gradients)`, which updates variables, once for several replicas.
     share_update: Any = None
+    # True if `fit` normalizes by the statistics of a global batch by default.
+    has_global_statistics_in_fit = False
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
         """Reduce over the replicas; the gradient of a sum is the sum of the gradients.
@@ -281,7 +283,7 @@ class Engine(Protocol):
         """Return why virtual replicas are unsupported; None if they are supported."""
         return (
             "its compiled programs round differently on another number of devices. Use "
-            "KERAS_BACKEND=torch."
+            "KERAS_BACKEND=torch or jax."
         )
 
     def logical_devices_unsupported_reason(self) -> str | None:

@@ -86,7 +86,9 @@ def _moments(original, strategy, self, inputs, mask):
         variable_sync.declare_if_shared(self)  # it assigns its moving statistics next
     axes = self._reduction_axes
     if replica is not None and (
-        self.synchronized or strategy.batch_statistics == GLOBAL
+        self.synchronized
+        or strategy.batch_statistics == GLOBAL
+        or (replica.has_global_statistics_in_fit and in_step() is not None)
     ):
         return reduction.moments(
             replica, strategy.num_replicas_in_sync, inputs, axes, mask

@@ -114,7 +114,7 @@ class MirroredStrategy(Strategy):
             decides the order of all sums, so that training has the same result, to the
             bit, on any number of devices that divides it; see
             [Same bits on any number of devices](same_bits.md). None for one replica on
-            each device. On torch.
+            each device. On JAX and torch.
 
     Raises:
         TypeError: If `cross_device_ops` is not a `CrossDeviceOps` of this package.

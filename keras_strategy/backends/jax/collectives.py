@@ -20,6 +20,7 @@ from keras_strategy.core.collectives import (
     describe_layouts,
     operation_kind,
 )
+from keras_strategy.training.reduction import sum_in_tree
 from keras_strategy.values import DistributedValues, PerReplica
 
 
@@ -30,7 +31,15 @@ class JaxWorkers(WorkerCollectives):
 
     def sum_all(self, name: str, tensors: Sequence[Any]) -> list[jax.Array]:
         tensors = [jnp.asarray(tensor) for tensor in tensors]
-        specs = [[list(t.shape), str(t.dtype)] for t in tensors]
+        # With zeros for all devices but the first.
+        zeros = [[jnp.zeros_like(t) for t in tensors]] * len(self._distribution.devices)
+        return self.sum_replicas(name, [tensors, *zeros[1:]])
+
+    def sum_replicas(
+        self, name: str, by_replica: Sequence[Sequence[jax.Array]]
+    ) -> list[jax.Array]:
+        """Sum the tensors of all replicas, given those of each local one."""
+        specs = [[list(t.shape), str(t.dtype)] for t in by_replica[0]]
         different = self.cluster.values_if_different(operation_kind(name), specs)
         if different is not None:
             received = self.cluster.format_by_worker(map(describe_layouts, different))
@@ -38,19 +47,8 @@ class JaxWorkers(WorkerCollectives):
                 f"`{name}` needs values whose shapes and dtypes are the same on every "
                 f"worker. Received: {received}."
             )
-        devices = self._distribution.devices
-
-        def stack(tensor):  # with zeros for all devices but the first
-            zeros = np.zeros((1, *tensor.shape), tensor.dtype)
-            parts = [tensor[None], *[zeros] * (len(devices) - 1)]
-            return self._distribution.join_shards(
-                list(map(jax.device_put, parts, devices))
-            )
-
         with self.track_operation(name):
-            totals = _sum_fn(self._distribution.everywhere)(list(map(stack, tensors)))
-            jax.block_until_ready(totals)
-        return [self._distribution.local_shards(total)[0] for total in totals]
+            return jax.block_until_ready(sum_replicas(self._distribution, by_replica))
 
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[jax.Array, list[int]]:
         tensor = jnp.asarray(tensor)
@@ -91,10 +89,36 @@ class JaxWorkers(WorkerCollectives):
             return multihost_utils.broadcast_one_to_all(arrays)
 
 
+def sum_replicas(
+    distribution: ReplicaDistribution, by_replica: Sequence[Sequence[jax.Array]]
+) -> list[jax.Array]:
+    """Sum the tensors of all replicas, given those of each local one."""
+
+    def stack(*tensors):
+        shards = map(jax.device_put, tensors, distribution.devices)
+        return distribution.join_shards([shard[None] for shard in shards])
+
+    stacked = list(map(stack, *by_replica))
+    totals = sum_fn(distribution.everywhere, distribution.topology.sums_in_tree)(
+        stacked
+    )
+    return [distribution.local_shards(total)[0] for total in totals]
+
+
 @functools.cache
-def _sum_fn(everywhere: Any) -> Any:
+def sum_fn(everywhere: Any, in_tree: bool) -> Any:
+    """Return a program that sums arrays over their first axis."""
+
     def sums(stacked):
-        return [jnp.sum(x, axis=0, dtype=x.dtype) for x in stacked]
+        if not in_tree:
+            return [jnp.sum(x, axis=0, dtype=x.dtype) for x in stacked]
+        stacked = jax.lax.with_sharding_constraint(stacked, everywhere)
+        return [
+            sum_in_tree(
+                range(len(x)), {range(i, i + 1): x[i] for i in range(len(x))}, jnp.add
+            )
+            for x in stacked
+        ]
 
     return jax.jit(sums, out_shardings=everywhere)
 
@@ -120,7 +144,8 @@ class ShardedPerReplica(PerReplica):
 
     def belongs_to(self, distribution: ReplicaDistribution) -> bool:
         """Return True if the group's devices hold one component each."""
-        return self.distribution.mesh == distribution.mesh
+        count = len(distribution.devices)
+        return self.distribution.mesh == distribution.mesh and self.count == count
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -136,6 +161,24 @@ class ShardedPerReplica(PerReplica):
 
 class UnevenPerReplica(PerReplica):
     """PerReplica value whose layouts differ on some worker, as all workers know."""
+
+
+class LocalBatches(PerReplica):
+    """The local batches of a global batch that virtual replicas do not divide."""
+
+    # Structures for JAX, whose static parts may differ, too. `first` is that of the
+    # first replica of all workers.
+
+    def __init__(self, batches: Sequence[Any], first: Any, rows: int):
+        super().__init__(batches)
+        self.first, self.rows = first, rows
+        self.layouts = tuple(map(layout_of, batches))
+
+
+def layout_of(batch: Any) -> tuple[Any, ...]:
+    """Return what a program is compiled for."""
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def shapes_and_dtypes(values: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:

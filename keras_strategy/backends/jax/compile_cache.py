@@ -20,6 +20,7 @@ from keras import tree
 
 from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.collectives import (
+    LocalBatches,
     ShardedPerReplica,
     UnevenPerReplica,
     is_array,
@@ -83,7 +84,7 @@ class Arguments:
     """The arguments of one call: a structure with Constant and Tensor leaves."""
 
     structure: Any
-    arrays: list[jax.Array]  # of the Tensor leaves
+    arrays: list[Any]  # of the Tensor leaves; virtual replicas may have `LocalBatches`
     key: Any  # calls with equal keys can use one program
     # This worker knows the others' distributed values, which programs or datasets made.
     is_global: bool
@@ -107,6 +108,8 @@ class Arguments:
         def leaf(x):
             if isinstance(x, Tensor):
                 array = next(remaining)
+                if isinstance(array, LocalBatches):
+                    return ["batch", array.rows]
                 return [x.split, x.scalar, str(array.dtype), list(array.shape)]
             if x.value is None or isinstance(x.value, bool | int | float | str):
                 return repr(x.value)
@@ -150,11 +153,14 @@ def _flatten_general(arguments: Any, distribution: ReplicaDistribution) -> Argum
         nonlocal is_global
         if isinstance(x, DistributedValues):
             is_placed = isinstance(x, ShardedPerReplica) and x.belongs_to(distribution)
-            is_global = is_global and is_placed
+            is_global = is_global and (is_placed or isinstance(x, LocalBatches))
             if x.count != replicas:
                 raise wrong_strategy_error(x, "run", replicas)
             if isinstance(x, UnevenPerReplica):
                 raise DifferentReplicas(x)
+            if isinstance(x, LocalBatches):
+                arrays.append(x)
+                return _COMPONENTS
             if isinstance(x, ShardedPerReplica) or all(map(is_array, x.values)):
                 if not is_placed and len(set(shapes_and_dtypes(x.values))) > 1:
                     raise DifferentReplicas(x)
@@ -190,7 +196,11 @@ def _flatten_general(arguments: Any, distribution: ReplicaDistribution) -> Argum
             value = value_key(x.value)
             key.append(IdentityKey(x.value) if value is None else value)
         else:
-            aval = next(remaining).aval
+            array = next(remaining)
+            if isinstance(array, LocalBatches):
+                key += (x, array.rows, array.layouts)
+                continue
+            aval = array.aval
             key += (x, aval.shape, aval.dtype, aval.weak_type)
     return Arguments(structure, arrays, tuple(key), is_global)
 
@@ -230,6 +240,7 @@ class Function:
         self.written: set[int] = set()
         self.seed: Any = None  # the state of the global seed, if it uses that
         self.programs: OrderedDict[Any, Program] = OrderedDict()
+        self.without_program: set[Any] = set()  # the keys of arguments
         self.draws = BatchDimCache()
         self.is_traced = False  # a trace has met all variables
         self._warned = False

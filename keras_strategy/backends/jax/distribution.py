@@ -5,6 +5,7 @@ replicas. If replicas have several (logical) devices, there is one more axis for
 prime factor of their number, and XLA splits what a replica computes.
 """
 
+import contextvars
 import functools
 import logging
 import math
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.core import Tracer
@@ -46,10 +48,14 @@ by_mesh: weakref.WeakValueDictionary[Any, "ReplicaDistribution"] = (
 )
 
 
+# True while a program of virtual replicas is traced.
+tracing_virtual = contextvars.ContextVar("tracing_virtual", default=False)
+
+
 def in_program() -> bool:
     """Return True if this code is traced as part of the replicas' program."""
     # Asking for the axis index and catching the error takes JAX milliseconds.
-    return AXIS in jax.sharding.get_abstract_mesh().manual_axes
+    return AXIS in jax.sharding.get_abstract_mesh().manual_axes or tracing_virtual.get()
 
 
 class ReplicaDistribution(keras.distribution.DataParallel):
@@ -67,18 +73,25 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         cluster: Cluster | None = None,
         shard: str | None = None,
         home: str | None = None,
+        per_device: int | None = None,
     ):
         self.cluster = cluster
+        # The number of virtual replicas of each device; None without them.
+        self.per_device, count = per_device, per_device or 1
         self.shard = shard
         self.workers: Any = None  # the `JaxWorkers`, set by the group
         self._logical = logical
-        self._all_devices = [[device_named(d) for d in ds] for ds in logical.devices]
+        self._all_devices = [
+            [device_named(d) for d in ds]
+            for ds in logical.devices
+            for _ in range(count)
+        ]
         # The first device of each of this worker's replicas.
         self.devices = [devices[0] for devices in self._all_devices]
         # The programs of `run` are manual in the replica axis; XLA handles the others.
         self.has_logical_axes = logical.per_replica > 1
-        first = tuple(names[0] for names in logical.devices)
-        self.topology = ReplicaTopology(first, cluster)
+        first = tuple(ds[0] for ds in logical.devices for _ in range(count))
+        self.topology = ReplicaTopology(first, cluster, per_device is not None)
         self.replicas = self.topology.num_replicas
         self._variable_sharding = VariableSharding(shard, self.replicas)
         # If true, a program must end before the next one starts: on CPUs, collectives
@@ -97,7 +110,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         sizes = prime_factors(logical.per_replica)
         axes = [f"{LOGICAL_PREFIX}{i}" for i in range(len(sizes))]
         mesh = keras.distribution.DeviceMesh(
-            (self.replicas, *sizes),
+            (self.replicas // count, *sizes),
             [AXIS, *axes],
             [f"{d.platform}:{d.id}" for d in devices],  # as Keras looks them up
         )
@@ -106,7 +119,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         init(mesh, AXIS, False)
         self.mesh: jax.sharding.Mesh = mesh.backend_mesh
         # The same devices, with an axis for each prime factor of `replicas`.
-        factors = prime_factors(self.replicas) or [1]
+        factors = prime_factors(self.replicas // count) or [1]
         self.factors = jax.sharding.Mesh(
             self.mesh.devices.reshape(*factors, *sizes),
             (*(f"{AXIS}_{i}" for i in range(len(factors))), *axes),
@@ -250,6 +263,15 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         self, shape: tuple[int, ...], sharding: NamedSharding, shards: Sequence[Any]
     ) -> jax.Array:
         """Return the global array of shards on `devices`: `everywhere` or `split`."""
+        if self.per_device is not None:
+            count = self.per_device
+            if sharding != self.split:
+                shards = shards[::count]
+            else:
+                shards = [
+                    jnp.concatenate(shards[i : i + count])
+                    for i in range(0, len(shards), count)
+                ]
         if self.has_logical_axes:  # which do not divide those shardings
             shards = [
                 jax.device_put(shard, device)
@@ -261,7 +283,14 @@ class ReplicaDistribution(keras.distribution.DataParallel):
     def local_shards(self, array: jax.Array) -> tuple[jax.Array, ...]:
         """Return an array's shards on this worker's devices, in replica order."""
         by_device = {shard.device: shard.data for shard in array.addressable_shards}
-        return tuple(by_device[device] for device in self.devices)
+        count = self.per_device
+        if count is None or array.sharding != self.split:
+            return tuple(by_device[device] for device in self.devices)
+        return tuple(
+            part
+            for device in self.devices[::count]
+            for part in jnp.split(by_device[device], count)
+        )
 
     def warn_uneven(
         self, batches: Iterable[Any], steps_in_front: bool = False
@@ -269,7 +298,8 @@ class ReplicaDistribution(keras.distribution.DataParallel):
         """Yield the batches; warn if replicas do not divide those before the last."""
         previous, axis = 0, int(steps_in_front)  # an uneven last batch is normal
         for batch in batches:
-            if previous % self.replicas and not self._warned_uneven:
+            is_slow = previous % self.replicas and self.per_device is None
+            if is_slow and not self._warned_uneven:
                 self._warned_uneven = True
                 logger.warning(
                     "Batches of %d rows cannot be split evenly over %d devices, so "
@@ -408,3 +438,9 @@ def home_distribution(model: Any) -> Any:
     """Return the distribution of a model's strategy if it has a home device."""
     distribution = strategy_distribution(strategy_of_model(model))
     return distribution if getattr(distribution, "home", None) is not None else None
+
+
+def virtual_distribution(model: Any) -> Any:
+    """Return the distribution of a model's strategy if it has virtual replicas."""
+    distribution = strategy_distribution(strategy_of_model(model))
+    return distribution if getattr(distribution, "per_device", None) else None

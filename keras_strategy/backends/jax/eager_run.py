@@ -19,6 +19,7 @@ from jax.core import Tracer
 from keras import tree
 
 from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax.collectives import sum_replicas
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
 from keras_strategy.backends.jax.state import (
     forbid_donation,
@@ -80,6 +81,8 @@ class ThreadScope(ReplicaScope):
 
 
 class EagerReplica(ThreadReplica):
+    has_global_statistics_in_fit = True  # as in the global program
+
     def __init__(
         self,
         strategy: Strategy,
@@ -137,6 +140,18 @@ class EagerReplica(ThreadReplica):
             first = first + jax.device_put(other, first.sharding)
         return first
 
+    def sum_all(self, name: str, tensors: Sequence[Any]) -> jax.Array:
+        if not self.topology.sums_in_tree:
+            return super().sum_all(name, tensors)
+        return self._sum_replicas(name, [[tensor] for tensor in tensors])[0]
+
+    def _sum_replicas(
+        self, name: str, by_replica: Sequence[Sequence[Any]]
+    ) -> list[jax.Array]:
+        if self.workers is None:
+            return sum_replicas(self._distribution, by_replica)
+        return self.workers.sum_replicas(name, by_replica)
+
     def exchange(
         self, name: str, value: Any, combine: Callable[[list[Any]], Any]
     ) -> Any:
@@ -153,12 +168,21 @@ class EagerReplica(ThreadReplica):
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> jax.Array:
         total = _call_with_gradient(
             lambda x: (self.total("all_reduce", x), None),
-            lambda _, gradient: self.total("gradient of all_reduce", gradient),
+            lambda _, gradient: self._sum_gradients("all_reduce", gradient),
             cast_for_sum(value),
         )
         if reduce_op is ReduceOp.MEAN:
             return total / self.topology.num_replicas
         return total
+
+    def _sum_gradients(self, of: str, gradient: Any) -> jax.Array:
+        # In a training step the optimizer multiplies by the row weight w_r afterwards,
+        # so the gradient is (sum over s of w_s * g_s) / w_r.
+        weight = self.step.row_weight
+        total = self.total(f"gradient of {of}", apply_row_weight(gradient, weight))
+        return (
+            total if weight is None else apply_row_weight(total, weight and 1 / weight)
+        )
 
     def all_gather(self, value: Any, axis: int) -> jax.Array:
         def gather(x):
@@ -166,7 +190,7 @@ class EagerReplica(ThreadReplica):
             return self.here(result), np.array(sizes)
 
         def backward(sizes, gradient):
-            total = self.total("gradient of all_gather", gradient)
+            total = self._sum_gradients("all_gather", gradient)
             return jnp.split(total, np.cumsum(sizes)[:-1], axis=axis)[self.id]
 
         return _call_with_gradient(gather, backward, keras.ops.convert_to_tensor(value))
@@ -193,6 +217,8 @@ class EagerReplica(ThreadReplica):
                     "`optimizer.apply` needs gradients of the same shapes on every "
                     f"replica. Received these shapes, by replica: {shapes}."
                 )
+            if self.topology.sums_in_tree:
+                return self._sum_replicas(self.step.reduction, replicas)
             totals = [self.add(ts) for ts in zip(*replicas, strict=True)]
             if self.workers is None:
                 return totals

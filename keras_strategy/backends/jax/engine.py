@@ -55,6 +55,12 @@ class JaxEngine(Engine):
     tpu_coordinates: Any = staticmethod(connection.tpu_coordinates)
     set_logical_devices: Any = staticmethod(connection.set_logical_devices)
 
+    def virtual_replicas_unsupported_reason(self) -> None:
+        return None
+
+    def describe_arithmetic(self, is_virtual: bool) -> dict[str, Any]:
+        return {"device": jax.devices()[0].device_kind}
+
     def device_scope(self, device: str) -> AbstractContextManager[Any]:
         # Given a name, Keras would take a device of the first process.
         return keras.device(connection.device_named(device))

@@ -19,6 +19,7 @@ from keras_strategy.backends.jax.collectives import (
     UnevenPerReplica,
     is_array,
     shapes_and_dtypes,
+    sum_replicas,
     to_sharded,
 )
 from keras_strategy.backends.jax.distribution import (
@@ -41,6 +42,7 @@ from keras_strategy.backends.jax.state import (
     read_components,
     set_components,
 )
+from keras_strategy.backends.jax.virtual_replicas import check_deterministic
 from keras_strategy.backends.threads.patches import MergedScope, current_stateless_scope
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.per_replica_attributes import setattr_hooks
@@ -65,13 +67,17 @@ class JaxReplicaGroup(ComponentGroup):
         self._strategy = strategy
         self.devices = devices
         size, rank = (1, 0) if cluster is None else (cluster.size, cluster.rank)
-        one_each = tuple((name,) for name in devices)
+        one_each = tuple((name,) for name in dict.fromkeys(devices))
+        is_virtual = strategy.virtual_replicas is not None
         self.distribution = ReplicaDistribution(
             strategy.logical_devices or LogicalDevices((one_each,) * size, rank),
             cluster,
             strategy.shard,
             strategy.parameter_device,
+            len(devices) // len(one_each) if is_virtual else None,
         )
+        if is_virtual:
+            check_deterministic(self.distribution.devices[0].platform)
         self.workers = cluster and JaxWorkers(cluster, self.distribution)
         self.distribution.workers = self.workers
         self._runner = Runner(strategy, self.distribution)
@@ -140,7 +146,8 @@ class JaxReplicaGroup(ComponentGroup):
         if array is None:
             raise no_value_error(variable)
         by_device = {s.device: s.data.nbytes for s in array.addressable_shards}
-        return tuple(by_device.get(device, 0) for device in self.distribution.devices)
+        # Of the virtual replicas of a device, the first counts it.
+        return tuple(by_device.pop(device, 0) for device in self.distribution.devices)
 
     def local_shards(self, variable: Any) -> list[tuple[tuple[int, ...], Any]]:
         array = keras_state.array_of(variable)
@@ -227,7 +234,8 @@ class JaxReplicaGroup(ComponentGroup):
         return tree.map_structure(unwrap, result)
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
-        distribution, workers = self.distribution, self.workers
+        distribution = self.distribution
+        workers: JaxWorkers | None = self.distribution.workers
         is_mean = reduce_op is ReduceOp.MEAN
         if isinstance(value, Traced):  # in a `merge_call` of the replicas' program
             component = reduction.cast_for_sum(value.component)
@@ -235,7 +243,11 @@ class JaxReplicaGroup(ComponentGroup):
             if axes:
                 component = (jnp.mean if is_mean else jnp.sum)(component, axis=axes)
             return (jax.lax.pmean if is_mean else jax.lax.psum)(component, AXIS)
-        if isinstance(value, ShardedPerReplica) and value.belongs_to(distribution):
+        if (
+            isinstance(value, ShardedPerReplica)
+            and value.belongs_to(distribution)
+            and not (distribution.topology.sums_in_tree and value.total is None)
+        ):
             if workers is None:
                 return distribution.to_home(self._reduce_global(value, is_mean, axis))
             # All workers know its shape, so they need not compare it.
@@ -255,20 +267,16 @@ class JaxReplicaGroup(ComponentGroup):
         values = [reduction.cast_for_sum(component) for component in values]
         reduction.check_same_dtype(values)
         parts = [jnp.sum(v, axis=axes) if axes else v for v in values]
-        if workers is not None:
-            first = distribution.devices[0]
-            total, *others = [jax.device_put(part, first) for part in parts]
-            for other in others:
-                total = total + other
-            total = workers.sum("strategy.reduce", total)
+        by_replica = [[part] for part in parts]
+        if workers is None:
+            (total,) = sum_replicas(distribution, by_replica)
+        else:
+            (total,) = workers.sum_replicas("strategy.reduce", by_replica)
             if is_mean:
-                counts = workers.cluster.exchange("strategy.reduce: rows", count)
-                total = total / sum(counts)
-            return put(total, distribution.everywhere)
-        sharded = to_sharded(PerReplica(parts), distribution)
-        total = self._reduce_global(sharded, False, None)
+                count = sum(workers.cluster.exchange("strategy.reduce: rows", count))
         # Divided by the number of entries, which may differ between replicas.
-        return distribution.to_home(total / count if is_mean else total)
+        total = total / count if is_mean else total
+        return put(total, distribution.home or distribution.everywhere)
 
     def _reduce_global(
         self, value: ShardedPerReplica, is_mean: bool, axis: Any

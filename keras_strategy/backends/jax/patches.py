@@ -22,6 +22,7 @@ from keras_strategy.backends.jax.distribution import (
     multi_worker_distribution,
     put,
     strategy_distribution,
+    virtual_distribution,
 )
 from keras_strategy.backends.jax.patches_data import GlobalBatches, local_predictions
 from keras_strategy.backends.jax.replica import JaxReplica, TracedMergedScope
@@ -31,6 +32,7 @@ from keras_strategy.backends.jax.state import (
     forbid_donation,
     gather_variable,
 )
+from keras_strategy.backends.jax.training import VirtualFunction, on_one_device
 from keras_strategy.backends.threads.patches import current_stateless_scope
 from keras_strategy.backends.threads.patches_sharded_update import ShardedUpdateScope
 from keras_strategy.core import context
@@ -94,7 +96,11 @@ jax_distribution_lib = find_module(
 
 def _wrapping_distribution(model: Any) -> Any:
     """Return the distribution of a model's strategy if its steps need a wrapper."""
-    return multi_worker_distribution(model) or home_distribution(model)
+    return (
+        multi_worker_distribution(model)
+        or home_distribution(model)
+        or virtual_distribution(model)
+    )
 
 
 @model_hook(
@@ -113,6 +119,8 @@ def _get_jax_state(
     # outside of the step would be left with a deleted array.
     if included.get("optimizer_variables"):
         distribution.on_training()
+    if distribution.per_device is not None:  # the variables keep their values
+        return tuple([] for is_included in included.values() if is_included)
     seen: dict[int, Any] = {}
     for variable in _all_variables(self):
         other = seen.setdefault(id(variable._value), variable)
@@ -131,18 +139,26 @@ def _get_jax_state(
     when=_wrapping_distribution,
 )
 def _make_function(original, distribution, self, force=False):
-    """Wrap the step function for several workers or a home device."""
+    """Wrap the step function for several workers or a home device, or replace it."""
     # Workers report where they wait, and the outputs are replicated on all workers,
     # since Keras or a callback reads them. Variables on a home device are copied to all
     # devices and back.
     kind = original.__name__.split("_")[1]
     before = getattr(self, f"{kind}_function")
-    result = original(self, force)
-    function = getattr(self, f"{kind}_function")
-    if function is not before:
-        wrap = _multi_worker_step if distribution.home is None else _home_step
-        setattr(self, f"{kind}_function", wrap(function, kind, distribution))
-    return result
+    if distribution.per_device is None:
+        original(self, force)
+        function = getattr(self, f"{kind}_function")
+    elif before is None or force:
+        function = VirtualFunction(self, kind, distribution)
+    else:
+        return
+    if function is before:
+        return
+    if distribution.home is not None:
+        function = _home_step(function, kind, distribution)
+    elif distribution.cluster is not None:
+        function = _multi_worker_step(function, kind, distribution)
+    setattr(self, f"{kind}_function", function)
 
 
 def _home_step(step: Callable, kind: str, distribution: Any) -> Callable:
@@ -182,14 +198,16 @@ def _multi_worker_step(step: Callable, kind: str, distribution: Any) -> Callable
     return function
 
 
-@model_hook(
-    "_get_metrics_result_or_logs", "(self, logs)", when=multi_worker_distribution
-)
+@model_hook("_get_metrics_result_or_logs", "(self, logs)", when=_wrapping_distribution)
 def _get_metrics_result_or_logs(original, distribution, self, logs):
     """Wait for the last step's outputs, which `fit` reads here."""
-    with distribution.cluster.client.track_operation("the last step"):
-        jax.block_until_ready(logs)
-    return original(self, logs)
+    if distribution.cluster is not None:
+        with distribution.cluster.client.track_operation("the last step"):
+            jax.block_until_ready(logs)
+    if distribution.per_device is None:
+        return original(self, logs)
+    with on_one_device(self.metrics_variables):
+        return original(self, logs)
 
 
 @hook(keras.Model, "__call__", "(self, *args, **kwargs)")

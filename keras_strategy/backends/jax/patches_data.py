@@ -151,7 +151,7 @@ def _get_batches(original, ours, self, *distribution):
     steps = 1 if PartialBatchList is None else self.steps_per_execution
     if has_local_batches(self):
         return _global_batches(self, ours, steps)
-    if ours.cluster is None and steps > 1:
+    if ours.cluster is None and ours.per_device is None and steps > 1:
         return ours.warn_uneven(original(self), steps_in_front=True)
     batches = _local_row_batches(self.data_adapter, ours)
     batches = batches or self.data_adapter.get_jax_iterator()

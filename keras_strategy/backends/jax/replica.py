@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from jax.core import Tracer
 from keras import tree
 
 from keras_strategy.backends.jax import patches_state as keras_state
@@ -31,6 +32,8 @@ from keras_strategy.values import DistributedValues, Mirrored, PerReplica, Reduc
 class JaxReplica(Replica):
     """Implementation of `core.protocols.Replica` for all replicas of a program."""
 
+    has_global_statistics_in_fit = True  # as in the global program
+
     def __init__(
         self, strategy: Strategy, devices: tuple[str, ...], shards: LocalShards | None
     ):
@@ -45,10 +48,14 @@ class JaxReplica(Replica):
         return jax.lax.axis_index(AXIS)
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
-        value = cast_for_sum(value)
+        value, weight = cast_for_sum(value), self.step.row_weight
+        if isinstance(weight, Tracer) and jnp.issubdtype(value.dtype, jnp.inexact):
+            total = _sum_over_uneven_rows(value, weight)
+        else:
+            total = jax.lax.psum(value, AXIS)
         if reduce_op is ReduceOp.SUM:
-            return jax.lax.psum(value, AXIS)
-        return jax.lax.pmean(value, AXIS)
+            return total
+        return total / self._strategy.num_replicas_in_sync
 
     def all_gather(self, value: Any, axis: int) -> Any:
         value = keras.ops.convert_to_tensor(value)
@@ -90,6 +97,35 @@ class JaxReplica(Replica):
         return jax.lax.psum(tensors, AXIS)
 
     write: Any = staticmethod(keras_state.write)
+
+
+@jax.custom_vjp
+def _sum_over_uneven_rows(value: Any, weight: Any) -> Any:
+    return jax.lax.psum(value, AXIS)
+
+
+@jax.custom_vjp
+def _sum_gradients(gradient: Any, weight: Any) -> Any:
+    # In a training step the optimizer multiplies by the row weight w_r afterwards, so
+    # the gradient is (sum over s of w_s * g_s) / w_r. By the same rule each of the two
+    # functions is the gradient of the other.
+    total = jax.lax.psum(apply_row_weight(gradient, weight), AXIS)
+    divisor = jnp.where(weight > 0, weight, 1).astype(total.dtype)
+    return jnp.where(weight > 0, total / divisor, 0)
+
+
+def _second_gradient(weight: Any, gradient: Any) -> Any:
+    return _sum_over_uneven_rows(jnp.where(weight > 0, gradient, 0), weight), None
+
+
+_sum_over_uneven_rows.defvjp(
+    lambda value, weight: (_sum_over_uneven_rows(value, weight), weight),
+    lambda weight, gradient: (_sum_gradients(gradient, weight), None),
+)
+_sum_gradients.defvjp(
+    lambda gradient, weight: (_sum_gradients(gradient, weight), weight),
+    _second_gradient,
+)
 
 
 class TracedMergedScope(keras.StatelessScope):

@@ -16,7 +16,11 @@ from keras import tree
 
 from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax import state
-from keras_strategy.backends.jax.collectives import ShardedPerReplica, UnevenPerReplica
+from keras_strategy.backends.jax.collectives import (
+    LocalBatches,
+    ShardedPerReplica,
+    UnevenPerReplica,
+)
 from keras_strategy.backends.jax.compile_cache import (
     Arguments,
     Constant,
@@ -32,6 +36,7 @@ from keras_strategy.backends.jax.compile_cache import (
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
 from keras_strategy.backends.jax.eager_run import EagerRunner
 from keras_strategy.backends.jax.replica import JaxReplica
+from keras_strategy.backends.jax.virtual_replicas import VirtualProgram
 from keras_strategy.core import context
 from keras_strategy.core.context import ReplicaContext
 from keras_strategy.core.per_replica_attributes import discard_attribute_changes
@@ -158,6 +163,23 @@ def compile_program(
             list(map(state.aggregate, local, local_values)),
         )
 
+    owners = (None, strategy)
+    create = functools.partial(
+        Program,
+        name=getattr(fn, "__name__", type(fn).__name__),
+        written=written,
+        read=read,
+        local=local,
+        foreign=[v for v in mirrored if strategy_of_variable(v) not in owners],
+        seed_index=next((i for i, v in enumerate(written) if v is function.seed), None),
+    )
+    if distribution.per_device is not None:
+        splits = (False, True, False, [leaf.split for leaf in leaves])
+        is_uneven = any(isinstance(array, LocalBatches) for array in arguments.arrays)
+        out_splits = (None if is_uneven else True, False, False, True, False)
+        return create(
+            call=VirtualProgram(body, splits, out_splits, distribution, written)
+        )
     split, everywhere = PartitionSpec(AXIS), PartitionSpec()
     written_specs = state.partition_specs(written_dims)
     tensors = [split if leaf.split else everywhere for leaf in leaves]
@@ -179,16 +201,7 @@ def compile_program(
         # split, and replicate variables with fewer shards than replicas.
         split, everywhere = distribution.split, distribution.everywhere
         options["out_shardings"] = (split, everywhere, shardings, split, everywhere)
-    owners = (None, strategy)
-    return Program(
-        name=getattr(fn, "__name__", type(fn).__name__),
-        call=jax.jit(mapped, donate_argnums=(0, 1), **options),
-        written=written,
-        read=read,
-        local=local,
-        foreign=[v for v in mirrored if strategy_of_variable(v) not in owners],
-        seed_index=next((i for i, v in enumerate(written) if v is function.seed), None),
-    )
+    return create(call=jax.jit(mapped, donate_argnums=(0, 1), **options))
 
 
 class Runner:
@@ -234,11 +247,17 @@ class Runner:
                 function, arguments, (args, kwargs)
             ):
                 arguments = None
+            if arguments is not None and arguments.key in function.without_program:
+                arguments = None
             if arguments is None:  # one program cannot serve all replicas
                 self._trace_for_variables(fn, function, (args, kwargs))
                 result = self._eager.run(fn, args, kwargs, function.draws)
             else:
-                result = self._compile_and_call(fn, function, arguments)
+                try:
+                    result = self._compile_and_call(fn, function, arguments)
+                except DifferentReplicas:
+                    function.without_program.add(arguments.key)
+                    result = self._eager.run(fn, args, kwargs, function.draws)
             self._functions.refresh(fn)
             return result
 
@@ -311,7 +330,7 @@ class Runner:
             with discard_attribute_changes():
                 program = self._compile(fn, function, arguments)
                 values = self._variable_arrays(program)
-                jax.eval_shape(program.call, *values, arguments.arrays)
+                program.call.trace(*values, arguments.arrays)
 
         # The eager run raises the function's errors.
         with contextlib.suppress(Exception):
@@ -361,18 +380,22 @@ class Runner:
                 outputs, totals = self._dispatch(program, arrays)
             self._previous = outputs
         structure = outputs.structure.it
+
+        def distributed(x, array):
+            if isinstance(array, PerReplica):  # of virtual replicas
+                parts = array.values
+                return PerReplica([p[0] for p in parts]) if x.scalar else array
+            total = None if x.total is None else totals[x.total]
+            return ShardedPerReplica(array, x.scalar, distribution, total)
+
         if type(structure) is Tensor:  # the usual output: a loss
-            total = None if structure.total is None else totals[structure.total]
-            return ShardedPerReplica(
-                outputs.arrays[0], structure.scalar, distribution, total
-            )
+            return distributed(structure, outputs.arrays[0])
         remaining = iter(outputs.arrays)
 
         def leaf(x):
             if isinstance(x, Constant):
                 return x.value
-            total = None if x.total is None else totals[x.total]
-            return ShardedPerReplica(next(remaining), x.scalar, distribution, total)
+            return distributed(x, next(remaining))
 
         return tree.map_structure(leaf, structure)
 

@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax.collectives import sum_fn
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 from keras_strategy.backends.threads.patches import unbuilt_variable_error
 from keras_strategy.training.sharding import dimension_to_shard
@@ -153,7 +154,10 @@ def set_components(
     values = list(map(jax.device_put, values, distribution.devices))
     if is_sync_on_read(variable):
         stacked = distribution.join_shards([x[None] for x in values])
-        value = _aggregate_fn(distribution.everywhere)(stacked, variable.aggregation)
+        aggregate_stacked = _aggregate_fn(
+            distribution.everywhere, distribution.topology.sums_in_tree
+        )
+        value = aggregate_stacked(stacked, variable.aggregation)
         set_replica_values([variable], [value], [stacked])
         return
     everywhere = distribution.everywhere
@@ -173,13 +177,16 @@ def aggregate(variable: Any, value: Any) -> Any:
 
 
 @functools.cache
-def _aggregate_fn(everywhere: Any) -> Any:
+def _aggregate_fn(everywhere: Any, in_tree: bool) -> Any:
     def aggregate_stacked(stacked, aggregation):
-        if aggregation == "sum":
-            return jnp.sum(stacked, axis=0, dtype=stacked.dtype)
-        if aggregation == "mean":
+        if aggregation not in ("sum", "mean"):
+            return stacked[0]
+        if aggregation == "mean" and not in_tree:
             return jnp.mean(stacked, axis=0).astype(stacked.dtype)
-        return stacked[0]
+        (total,) = sum_fn(everywhere, in_tree)([stacked])
+        if aggregation == "mean":
+            return (total / len(stacked)).astype(stacked.dtype)
+        return total
 
     return jax.jit(aggregate_stacked, static_argnums=1, out_shardings=everywhere)
 

@@ -1,0 +1,228 @@
+"""The steps of `fit`, `evaluate` and `predict` with virtual replicas, by `run`.
+
+Without them a step is one program over the rows of the global batch, in which XLA sums
+in an order that depends on the devices.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.core import Tracer
+from keras import ops, tree
+
+from keras_strategy.audit.verify import FirstStepAudit
+from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax.collectives import LocalBatches, ShardedPerReplica
+from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
+from keras_strategy.backends.jax.patches_data import PartialBatchList
+from keras_strategy.core.context import distributed_replica
+from keras_strategy.core.step_state import RowRange
+from keras_strategy.keras_patches.layers import all_layers
+from keras_strategy.options import RunOptions
+from keras_strategy.training import train_step as rules
+from keras_strategy.training.ownership import strategy_of_model
+from keras_strategy.training.row_weights import local_bounds
+from keras_strategy.values import PerReplica, ReduceOp
+
+
+class VirtualFunction:
+    """A train, test or predict function, called by Keras with a state and batches."""
+
+    # The variables keep their values during the loop, so the state is empty.
+
+    def __init__(
+        self, model: keras.Model, kind: str, distribution: ReplicaDistribution
+    ):
+        self._model, self._kind, self._distribution = model, kind, distribution
+        self._strategy: Any = strategy_of_model(model)
+        self._audit = FirstStepAudit(model, kind, self._strategy)
+        self._returns_metrics = rules.returns_only_metrics(model, kind)
+        self._weighted_step = rules.make_weighted_step(
+            self._call_keras,
+            self._returns_metrics,
+            lambda: all_layers(model),
+            self._require,
+            (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
+        )
+        # Conditions that a trace cannot decide, by the messages of their errors.
+        self._conditions: dict[str, Any] = {}
+        compiles = model.jit_compile and not model.run_eagerly
+        self._options = RunOptions(compile=None if compiles else False)
+
+    def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
+        outputs = [self._run(batch) for batch in self._next_batches(iterator)]
+        if not outputs:
+            raise StopIteration
+        if self._kind == "predict" and len(outputs) > 1:
+            join = lambda *parts: jnp.concatenate(parts)  # noqa: E731
+            return tree.map_structure(join, *outputs), state
+        return outputs[-1], state
+
+    def _next_batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for batch in itertools.islice(iterator, self._model.steps_per_execution):
+            if isinstance(batch, PartialBatchList or ()):
+                yield from batch  # all steps
+                return
+            yield batch
+
+    def _run(self, batch: Any) -> Any:
+        """Run the step on a global batch; return merged logs, or predictions."""
+        if not self._audit.is_done and self._audit.is_due():
+            self._audit.run(tree.map_structure(self._to_host, batch))
+        rows = rules.count_rows(batch)
+        if rows % self._distribution.replicas == 0:
+            local = self._join(batch)
+        else:
+            local = self._split(batch, rows)
+        outputs, conditions = self._strategy.run(
+            self._step, args=(local,), options=self._options
+        )
+        for message, condition in conditions.items():
+            if not all(map(np.all, condition.values)):
+                raise ValueError(message)
+        if self._kind == "predict":
+            return self._join_predictions(outputs, rows)
+        if self._returns_metrics:
+            with on_one_device(self._model.metrics_variables):
+                return self._model.get_metrics_result()
+        return tree.map_structure(self._first, outputs)
+
+    def _to_host(self, array: Any) -> np.ndarray | None:
+        if array is None:
+            return None
+        return np.asarray(put(array, self._distribution.everywhere).addressable_data(0))
+
+    def _join(self, batch: Any) -> Any:
+        """Return a batch that the replicas divide as distributed values."""
+
+        def join(array):
+            if array is None:
+                return None
+            return ShardedPerReplica(array, False, self._distribution)
+
+        return tree.map_structure(join, batch)
+
+    def _split(self, batch: Any, rows: int) -> LocalBatches:
+        """Split a batch, of which each device has all rows, over the local replicas."""
+        # A replica without rows gets the first row and the weight 0, since some metrics
+        # do not accept a batch of 0 rows.
+        distribution = self._distribution
+        nothing = [None] * len(distribution.devices)
+        leaves = [
+            nothing if leaf is None else distribution.local_shards(leaf)
+            for leaf in tree.flatten(batch)
+        ]
+
+        def local_batch(arrays: Sequence[Any], begin: int, end: int) -> _LocalBatch:
+            part = slice(begin, end) if end > begin else slice(1)
+            data = [None if array is None else array[part] for array in arrays]
+            return _LocalBatch(tree.pack_sequence_as(batch, data), rows)
+
+        bounds = local_bounds(distribution.topology, rows)
+        by_replica = list(zip(*leaves, strict=True))
+        batches = [
+            local_batch(arrays, begin, end)
+            for arrays, (begin, end) in zip(by_replica, bounds, strict=True)
+        ]
+        first = local_batch(by_replica[0], 0, -(-rows // distribution.replicas))
+        return LocalBatches(batches, first, rows)
+
+    def _step(self, local: Any) -> tuple[Any, dict[str, Any]]:
+        """Run the step on a replica; return its outputs, and conditions to check."""
+        replica: Any = distributed_replica()
+        replicas, data = self._distribution.replicas, local
+        if isinstance(local, _LocalBatch):
+            data, total = local.data, local.global_rows
+            count = rules.count_rows(data)
+            first, weight = replica.id * -(-total // replicas), count / total
+            # A replica without rows has the number of the last one.
+            if isinstance(first, int):
+                weight = weight if first < total else 0.0
+                first = min(first, total - 1)
+            else:
+                weight = ops.where(first < total, weight, 0.0)
+                first = ops.minimum(first, total - 1)
+        else:
+            count = rules.count_rows(data)
+            first, total, weight = replica.id * count, replicas * count, 1 / replicas
+        self._conditions = {}
+        outputs = self._weighted_step(data, weight, RowRange(first, count, total))
+        if self._returns_metrics:
+            outputs = None  # the replicas' metrics have the values
+        elif self._kind != "predict":
+            outputs = rules.average_logs(
+                outputs,
+                [weight],
+                lambda logs: [replica.all_reduce(ReduceOp.SUM, x) for (x,) in logs],
+            )
+        return outputs, self._conditions
+
+    def _call_keras(self, data: Any) -> Any:
+        """Call the model's step with the values of variables, and write new ones."""
+        model = self._model
+        groups = [model.trainable_variables, model.non_trainable_variables]
+        if self._kind == "train":
+            groups.append(model.optimizer.variables)
+        if self._kind != "predict":
+            groups.append(model.metrics_variables)
+        values = tuple([variable.value for variable in group] for group in groups)
+        outputs, new_values = getattr(model, f"{self._kind}_step")(values, data)
+        if self._kind == "predict":
+            new_values = values[0], new_values
+        for variables, *pair in zip(groups, values, new_values, strict=True):
+            for variable, before, after in zip(variables, *pair, strict=True):
+                if after is not before:
+                    keras_state.write(variable, after)
+        return outputs
+
+    def _require(self, condition: Any, message: str) -> None:
+        if isinstance(condition, Tracer):
+            self._conditions[message] = condition
+        elif not condition:
+            raise ValueError(message)
+
+    def _join_predictions(self, outputs: Any, rows: int) -> Any:
+        bounds = local_bounds(self._distribution.topology, rows)
+        is_even = rows % self._distribution.replicas == 0
+
+        def join(value):
+            if not isinstance(value, PerReplica):
+                return value
+            if is_even and isinstance(value, ShardedPerReplica):
+                return value.array
+            pairs = zip(value.values, bounds, strict=True)
+            values = [part for part, (begin, end) in pairs if end > begin]
+            # A worker without rows takes part in the gather, too.
+            values = values or [value.values[0][:0]]
+            return self._strategy.extended.group.gather(values, axis=0)
+
+        return tree.map_structure(join, outputs)
+
+    def _first(self, value: Any) -> Any:
+        """Return the first replica's component of a value that is equal on all."""
+        return value.values[0] if isinstance(value, PerReplica) else value
+
+
+@dataclass(frozen=True)
+class _LocalBatch:
+    """The local batch of a replica; a leaf for Keras's trees."""
+
+    data: Any
+    global_rows: int
+
+
+jax.tree_util.register_dataclass(_LocalBatch, ["data"], ["global_rows"])
+
+
+def on_one_device(variables: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Return a context in which operations with variables compute on one device."""
+    # On all devices, XLA may compile them differently for other numbers of devices.
+    arrays = [array.addressable_data(0) for array in keras_state.arrays_of(variables)]
+    return keras.StatelessScope(state_mapping=list(zip(variables, arrays, strict=True)))
