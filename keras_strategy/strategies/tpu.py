@@ -12,12 +12,13 @@ import numpy as np
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.cluster_resolver.cluster_spec import training_tasks
 from keras_strategy.core.registry import get_engine
-from keras_strategy.devices import LogicalDevices
+from keras_strategy.devices import LogicalDevices, repeat_devices
 from keras_strategy.errors import UnsupportedBackendError
 from keras_strategy.options import (
     CommunicationOptions,
     check_batch_statistics,
     check_shard,
+    check_virtual_replicas,
 )
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended
@@ -165,12 +166,13 @@ class TPUStrategy(Strategy):
         shard: What is sharded over the replicas, see `MirroredStrategy`. Of a weight
             that `layout_map` splits over logical devices, each replica has shards of
             the parts.
+        virtual_replicas: See `MirroredStrategy`. Replicas must have one core.
 
     Raises:
         UnsupportedBackendError: If the Keras backend is not JAX.
         TypeError: If an argument has another type.
         ValueError: If there is no TPU, the replicas do not fit on it, a layout does not
-            fit the replicas, or `shard` is invalid.
+            fit the replicas, or `shard` or `virtual_replicas` is invalid.
         RuntimeError: If settings that must be equal differ between hosts.
 
     Example:
@@ -208,6 +210,7 @@ class TPUStrategy(Strategy):
         layout_map: Any = None,
         batch_statistics: str | None = None,
         shard: str | None = None,
+        virtual_replicas: int | None = None,
     ):
         reason = get_engine().logical_devices_unsupported_reason()
         if reason is not None:
@@ -217,6 +220,9 @@ class TPUStrategy(Strategy):
             )
         self._batch_statistics = check_batch_statistics(batch_statistics)
         self._shard = check_shard(shard, get_engine())
+        self._virtual_replicas = check_virtual_replicas(
+            virtual_replicas, get_engine(), shard
+        )
         self._tpu_cluster_resolver = tpu_cluster_resolver
         self._experimental_device_assignment = experimental_device_assignment
         self._experimental_spmd_xla_partitioning = experimental_spmd_xla_partitioning
@@ -225,10 +231,20 @@ class TPUStrategy(Strategy):
         system, workers = find_tpu_system(tpu_cluster_resolver)
         devices = _devices(system, experimental_device_assignment, devices_per_replica)
         count = len(devices[0][0])
+        if virtual_replicas is not None and count > 1:
+            raise ValueError(
+                "With `virtual_replicas` a replica has one device. Received: "
+                f"virtual_replicas={virtual_replicas} and {count} logical devices for "
+                "each replica. Omit one of the two."
+            )
         layouts = None if layout_map is None else VariableLayouts(layout_map, count)
         rank = 0 if workers is None else workers.rank
         self._logical = LogicalDevices(devices, rank, layouts)
-        first = tuple(replica[0] for replica in self._logical.devices)
+        first = repeat_devices(
+            [replica[0] for replica in self._logical.devices],
+            virtual_replicas,
+            len(devices),
+        )
         if workers is not None:
             parts = None if layouts is None else layouts.parts
             chosen = {

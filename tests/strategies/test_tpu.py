@@ -488,3 +488,24 @@ def test_missing_tpu_is_reported():
     if keras.backend.backend() != "jax":
         with pytest.raises(ks.errors.UnsupportedBackendError, match="BACKEND=jax"):
             strategy_of(2)
+
+
+@jax_alone
+def test_virtual_replicas_have_bits_of_one_device():
+    x = np.random.RandomState(0).normal(size=(20, 3))
+
+    def fit(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh")])
+            model.compile("adam", "mse")
+        model.fit(x, x[:, :1], batch_size=8, verbose=0)
+        return strategy.num_replicas_in_sync, ks.fingerprint(model)
+
+    tpu = ks.TPUStrategy(simulated_tpu((2, 1, 1, 2)), virtual_replicas=8)
+    one = ks.MirroredStrategy(["cpu:0"], virtual_replicas=8)
+    assert fit(tpu) == fit(one)
+    with pytest.raises(ValueError, match="virtual_replicas=8 and 2 logical devices"):
+        ks.TPUStrategy(
+            simulated_tpu((2, 1, 1, 2)), devices_per_replica=2, virtual_replicas=8
+        )
