@@ -193,14 +193,50 @@ def test_steps_per_execution_has_same_bits():
     np.testing.assert_array_equal(one[1], several[1])
 
 
+@supported
+def test_communication_in_a_loop():
+    """BatchNormalization in a cell of an RNN is such code."""
+
+    def step(x):
+        sum_all = ks.get_replica_context().all_reduce
+
+        def body(total, row):
+            total = sum_all("SUM", total * row)
+            return total, total * row
+
+        return ops.scan(body, ops.ones(()), x, reverse=True)
+
+    rows = np.float32([2, 3, 5])
+    for devices in (1, 2):
+        total, outputs = virtual(devices).run(step, args=(rows,))
+        assert float(total.values[0]) == 6**3 * 30
+        assert outputs.values[0].tolist() == [6**3 * 60, 6**2 * 45, 6 * 25]
+
+
 @on_jax
-def test_communication_in_a_loop_is_refused():
+def test_communication_in_a_condition_is_refused():
     def step():
         sum_all = ks.get_replica_context().all_reduce
-        return ops.fori_loop(0, 3, lambda i, x: sum_all("SUM", x), ops.ones(()))
+        one = ops.ones(())
+        return ops.cond(one > 0, lambda: sum_all("SUM", one), lambda: one)
 
-    with pytest.raises(NotImplementedError, match="inside of `scan`"):
+    with pytest.raises(ValueError, match="inside of `cond`"):
         virtual(2).run(step)
+
+
+@on_jax
+def test_step_overwrites_variables():
+    from keras_strategy.backends.jax.patches_state import array_of
+
+    for devices in (1, 2):
+        with virtual(devices).scope():
+            made = model()
+        made.fit(X[:12], Y[:12], batch_size=12, verbose=0)
+        weights = [*made.trainable_variables, *made.optimizer.variables]
+        before = [array_of(v).addressable_shards[0].data for v in weights]
+        made.fit(X[:12], Y[:12], batch_size=12, verbose=0)
+        deleted = [array.is_deleted() for array in before]
+        assert sum(deleted) >= len(made.trainable_variables) * 3
 
 
 @on_jax

@@ -5,6 +5,7 @@ values that each process holds by itself.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,7 +96,9 @@ def sum_replicas(
     """Sum the tensors of all replicas, given those of each local one."""
 
     def stack(*tensors):
-        shards = map(jax.device_put, tensors, distribution.devices)
+        shards = itertools.starmap(
+            jax.device_put, zip(tensors, distribution.devices, strict=True)
+        )
         return distribution.join_shards([shard[None] for shard in shards])
 
     stacked = list(map(stack, *by_replica))
@@ -144,8 +147,7 @@ class ShardedPerReplica(PerReplica):
 
     def belongs_to(self, distribution: ReplicaDistribution) -> bool:
         """Return True if the group's devices hold one component each."""
-        count = len(distribution.devices)
-        return self.distribution.mesh == distribution.mesh and self.count == count
+        return self.distribution.mesh == distribution.mesh
 
     @property
     def values(self) -> tuple[Any, ...]:

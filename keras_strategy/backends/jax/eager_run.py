@@ -134,15 +134,7 @@ class EagerReplica(ThreadReplica):
     def here(self, tensor: Any) -> jax.Array:
         return jax.device_put(tensor, self.device)
 
-    def add(self, tensors: Sequence[Any]) -> jax.Array:
-        first, *others = tensors
-        for other in others:
-            first = first + jax.device_put(other, first.sharding)
-        return first
-
     def sum_all(self, name: str, tensors: Sequence[Any]) -> jax.Array:
-        if not self.topology.sums_in_tree:
-            return super().sum_all(name, tensors)
         return self._sum_replicas(name, [[tensor] for tensor in tensors])[0]
 
     def _sum_replicas(
@@ -217,12 +209,7 @@ class EagerReplica(ThreadReplica):
                     "`optimizer.apply` needs gradients of the same shapes on every "
                     f"replica. Received these shapes, by replica: {shapes}."
                 )
-            if self.topology.sums_in_tree:
-                return self._sum_replicas(self.step.reduction, replicas)
-            totals = [self.add(ts) for ts in zip(*replicas, strict=True)]
-            if self.workers is None:
-                return totals
-            return self.workers.sum_all(self.step.reduction, totals)
+            return self._sum_replicas(self.step.reduction, replicas)
 
         totals = self.exchange(self.step.reduction, tensors, combine)
         return [self.here(t) for t in totals]

@@ -28,7 +28,7 @@ from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.options import RunOptions
 from keras_strategy.training import train_step as rules
 from keras_strategy.training.ownership import strategy_of_model
-from keras_strategy.training.row_weights import local_bounds
+from keras_strategy.training.row_weights import local_bounds, rows_to_read
 from keras_strategy.values import PerReplica, ReduceOp
 
 
@@ -121,7 +121,7 @@ class VirtualFunction:
         ]
 
         def local_batch(arrays: Sequence[Any], begin: int, end: int) -> _LocalBatch:
-            part = slice(begin, end) if end > begin else slice(1)
+            part = slice(*rows_to_read([(begin, end)]))
             data = [None if array is None else array[part] for array in arrays]
             return _LocalBatch(tree.pack_sequence_as(batch, data), rows)
 

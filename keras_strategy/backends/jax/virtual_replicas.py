@@ -165,8 +165,8 @@ class VirtualProgram:
 
         def local_shapes(leaf: Any, is_split: bool) -> Any:
             if isinstance(leaf, LocalBatches):
-                return jax.tree.map(shape_of, batch)
-            shape = shape_of(leaf)
+                return jax.tree.map(_shape_of, batch)
+            shape = _shape_of(leaf)
             if not is_split:
                 return shape
             rows, *others = shape.shape
@@ -286,7 +286,7 @@ def _shard(array: jax.Array, device: int) -> jax.Array:
     return array.addressable_shards[device].data
 
 
-def shape_of(array: Any) -> jax.ShapeDtypeStruct:
+def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
     weak_type = getattr(array, "weak_type", False)
     return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=weak_type)
 
@@ -342,7 +342,7 @@ class Variant:
             [atom for atom, flag in zip(self.outputs, is_read, strict=True) if flag],
             inputs[:donated],
         )
-        self.operands = [describe_operands(stage.collectives) for stage in self.stages]
+        self.operands = [_describe_operands(stage.collectives) for stage in self.stages]
 
     def shared_values(self, device: int, arrays: Sequence[Any]) -> dict[Var, Any]:
         """Return the values that all replicas of a device have at first."""
@@ -401,11 +401,11 @@ class Operand(NamedTuple):
     is_tiled: bool | None
 
 
-def describe_operands(collectives: Sequence[JaxprEqn]) -> list[Operand]:
+def _describe_operands(collectives: Sequence[JaxprEqn]) -> list[Operand]:
     return [
         Operand(
             equation.primitive.name,
-            *_layout_of(atom),
+            *_shape_and_dtype(atom),
             equation.params.get("all_gather_dimension"),
             equation.params.get("tiled"),
         )
@@ -414,7 +414,7 @@ def describe_operands(collectives: Sequence[JaxprEqn]) -> list[Operand]:
     ]
 
 
-def _layout_of(atom: Any) -> tuple[Any, Any]:
+def _shape_and_dtype(atom: Any) -> tuple[Any, Any]:
     return atom.aval.shape, atom.aval.dtype
 
 
@@ -536,10 +536,10 @@ class Piece:
         read = [a for e in equations for a in e.invars if not isinstance(a, Literal)]
         self._inputs = list(dict.fromkeys(v for v in read if v not in made))
         self._outputs = [v for e in equations for v in e.outvars if v in needed]
-        results = list(map(_layout_of, self._outputs))
+        results = list(map(_shape_and_dtype, self._outputs))
         donated = []
         for i, variable in enumerate(self._inputs):
-            layout = _layout_of(variable)
+            layout = _shape_and_dtype(variable)
             if variable in unused and layout in results:
                 results.remove(layout)
                 donated.append(i)
@@ -627,12 +627,14 @@ def _inline_equation(
         part = jax.lax.dynamic_slice_in_dim(total, index * rows, rows, dim)
         return [part if params["tiled"] else jnp.squeeze(part, dim)]
     if any(map(_communicates, _functions_of(equation))):
+        if name == "scan" and params["length"]:
+            return _unroll(equation, operands, index)
         function = params.get(_CALLS.get(name, ""))
         if function is None:
-            raise NotImplementedError(
+            raise ValueError(
                 "With `virtual_replicas`, replicas cannot communicate inside of "
-                f"`{name}`, such as by an `all_reduce` in a loop or a condition. Move "
-                "it out of them."
+                f"`{name}`, such as by an `all_reduce` in a condition or a loop of "
+                "unknown length. Move it out of them."
             )
         closed = isinstance(function, ClosedJaxpr)
         return list(
@@ -644,13 +646,28 @@ def _inline_equation(
             )
         )
     if name not in _COLLECTIVES and _uses_axis(equation):
-        raise NotImplementedError(
+        raise ValueError(
             f"`virtual_replicas` does not support JAX's `{name}`. Use `all_reduce` or "
             "`all_gather` of `ks.get_replica_context()`."
         )
     pairs = zip(equation.invars, operands, strict=True)
     values = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
     return _function([equation], list(values), equation.outvars)(*values.values())
+
+
+def _unroll(equation: JaxprEqn, operands: Sequence[Any], index: Any) -> Sequence[Any]:
+    """Inline each iteration of a scan."""
+    params, length = equation.params, equation.params["length"]
+    first, stop = params["num_consts"], params["num_consts"] + params["num_carry"]
+    consts, carry, arrays = operands[:first], operands[first:stop], operands[stop:]
+    outputs: list[Sequence[Any]] = [()] * length
+    for i in reversed(range(length)) if params["reverse"] else range(length):
+        slices = [array[i] for array in arrays]
+        closed = params["jaxpr"]
+        args = [*consts, *carry, *slices]
+        results = list(_inline(closed.jaxpr, closed.consts, args, index))
+        carry, outputs[i] = results[: len(carry)], results[len(carry) :]
+    return [*carry, *map(jnp.stack, zip(*outputs, strict=True))]
 
 
 def _function(

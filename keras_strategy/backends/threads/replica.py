@@ -49,13 +49,8 @@ class ThreadReplica(Replica):
     def here(self, tensor: Any) -> Any:
         """Return another replica's tensor on this one's device."""
 
-    def add(self, tensors: Sequence[Any]) -> Any:
-        """Sum the local replicas' tensors, on the first one's device."""
-
     def sum_all(self, name: str, tensors: Sequence[Any]) -> Any:
         """Sum the local replicas' and the other workers' tensors, in one thread."""
-        total = self.add(tensors)
-        return total if self.workers is None else self.workers.sum(name, total)
 
     def exchange(
         self, name: str, value: Any, combine: Callable[[list[Any]], Any]
