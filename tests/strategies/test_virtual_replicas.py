@@ -185,12 +185,18 @@ def test_steps_per_execution_has_same_bits():
         with virtual(2).scope():
             made = model()
             made.compile("adam", "mse", steps_per_execution=steps)
-        made.fit(X, Y, batch_size=8, epochs=2, verbose=0)
-        return ks.fingerprint(made), made.predict(X, batch_size=8, verbose=0)
+        ends = []
+        count = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: ends.append(batch)
+        )
+        made.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[count])
+        predictions = made.predict(X, batch_size=8, verbose=0)
+        return ks.fingerprint(made), predictions, ends
 
     one, several = fit(1), fit(2)
     assert one[0] == several[0]
     np.testing.assert_array_equal(one[1], several[1])
+    assert one[2] == [0, 1, 2] * 2 and several[2] == [1, 3] * 2
 
 
 @supported
