@@ -381,21 +381,23 @@ class Runner:
             self._previous = outputs
         structure = outputs.structure.it
 
-        def distributed(x, array):
-            if isinstance(array, PerReplica):  # of virtual replicas
-                parts = array.values
-                return PerReplica([p[0] for p in parts]) if x.scalar else array
-            total = None if x.total is None else totals[x.total]
-            return ShardedPerReplica(array, x.scalar, distribution, total)
-
-        if type(structure) is Tensor:  # the usual output: a loss
-            return distributed(structure, outputs.arrays[0])
+        # The usual output, a loss, without a call for each leaf.
+        if type(structure) is Tensor and distribution.per_device is None:
+            total = None if structure.total is None else totals[structure.total]
+            return ShardedPerReplica(
+                outputs.arrays[0], structure.scalar, distribution, total
+            )
         remaining = iter(outputs.arrays)
 
         def leaf(x):
             if isinstance(x, Constant):
                 return x.value
-            return distributed(x, next(remaining))
+            array = next(remaining)
+            if isinstance(array, PerReplica):  # of virtual replicas
+                parts = array.values
+                return PerReplica([p[0] for p in parts]) if x.scalar else array
+            total = None if x.total is None else totals[x.total]
+            return ShardedPerReplica(array, x.scalar, distribution, total)
 
         return tree.map_structure(leaf, structure)
 
