@@ -1,12 +1,14 @@
 """Cluster membership: this process's place among the workers that train together."""
 
 import builtins
+import gc
 import hashlib
 import json
 import os
 import socket
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from keras_strategy.cluster import network, process_exit, rendezvous
@@ -33,6 +35,8 @@ class Cluster:
     options: CommunicationOptions
     # The address by which the other workers reach each one's machine.
     hosts: tuple[str, ...] = ()
+    # Strategies that train on it.
+    strategies: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
     @property
     def size(self) -> int:
@@ -154,8 +158,10 @@ def json_digest(value: Any) -> str:
 _joined: Cluster | None = None
 
 
-def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None:
-    """Join the cluster, once in a process; return None where it trains alone."""
+def join_cluster(
+    resolver: Any, options: CommunicationOptions, can_leave: bool = True
+) -> Cluster | None:
+    """Join the cluster, at most one at a time; return None where it trains alone."""
     global _joined
     if resolver is None:
         return None
@@ -188,12 +194,20 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
                     f"{options}, after {_joined.options}"
                 )
             return _joined
-        raise RuntimeError(
-            "This process already belongs to another cluster, as "
-            f"'{_joined.names[_joined.rank]}' of {list(_joined.addresses)}. A process "
-            "is a worker of one cluster: start another one for "
-            f"{list(addresses)}."
-        )
+        gc.collect()  # the strategies of variables that nothing else refers to
+        if _joined.strategies or not can_leave:
+            rule = (
+                "Call `close()` on its strategies before you connect to"
+                if can_leave
+                else "With this Keras backend, a process connects only once: start "
+                "another one for"
+            )
+            raise RuntimeError(
+                "This process already belongs to another cluster, as "
+                f"'{_joined.names[_joined.rank]}' of {list(_joined.addresses)}. {rule} "
+                f"{list(addresses)}."
+            )
+        leave_cluster()
     # IPython adds the function to the builtins.
     if hasattr(getattr(builtins, "get_ipython", lambda: None)(), "kernel"):
         raise RuntimeError(
@@ -226,6 +240,14 @@ def join_cluster(resolver: Any, options: CommunicationOptions) -> Cluster | None
     hosts = tuple(hosts[0] if network.is_loopback(host) else host for host in hosts)
     _joined = Cluster(rank, names, addresses, client, options, hosts)
     return _joined
+
+
+def leave_cluster() -> None:
+    """Disconnect from the other workers, so that this process can join others."""
+    global _joined
+    if _joined is not None:
+        _joined.client.leave()
+        _joined = None
 
 
 def current_cluster() -> Cluster | None:

@@ -275,6 +275,8 @@ class Engine(Protocol):
 
     # True if gradients of sharded weights are reduced before an optimizer gets them.
     reduces_in_backward = False
+    # True if a process can leave its workers and connect to others.
+    can_disconnect = False
 
     def sharding_unsupported_reason(self, shard: str) -> str | None:
         """Return why `shard` is unsupported, and what works; None if supported."""

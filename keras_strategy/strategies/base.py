@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 from keras import tree
 
+from keras_strategy.cluster.membership import leave_cluster
 from keras_strategy.core import context
 from keras_strategy.core.registry import UnsupportedName, get_engine
 from keras_strategy.data import splitting
@@ -37,6 +38,16 @@ from keras_strategy.values import (
 
 if TYPE_CHECKING:
     from keras_strategy.strategies.extended import StrategyExtended
+
+
+class ClosedGroup:
+    """The replicas of a strategy that was closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            "This strategy was closed, so it has no replicas. Create another one, and "
+            "load the model in its scope. Values of variables can still be read."
+        )
 
 
 class StrategyScope(contextlib.AbstractContextManager):
@@ -531,6 +542,42 @@ class Strategy(Reports):
         "It joins operations of a TensorFlow 1 graph. Operations run in program "
         "order; return the values that you need."
     )
+
+    def close(self) -> None:
+        """Disconnect from the other workers, so that this process can join others.
+
+        Each worker calls it after its last step. It closes all strategies of this
+        process that share the connection; models in their scopes keep their values, but
+        no longer train. On JAX and TensorFlow, whose connections last as long as the
+        process, the next strategy must have the same workers. A strategy without other
+        workers stays as it is.
+
+        A strategy that nothing refers to any more, and no model either, is closed when
+        the process joins other workers.
+
+        Raises:
+            RuntimeError: Inside a function of `run`.
+
+        Example:
+
+        ```python
+        import contextlib
+        import keras_strategy as ks
+
+        with contextlib.closing(ks.MultiWorkerMirroredStrategy()) as strategy:
+            assert strategy.reduce("sum", 1.0) == 1.0
+        ```
+        """
+        context.require_cross_replica(self, "close")
+        cluster = self._extended.cluster
+        if cluster is None or self not in cluster.strategies:
+            return
+        closed: Any = ClosedGroup()
+        for strategy in cluster.strategies:
+            strategy.extended.group = closed
+        cluster.strategies.clear()
+        if get_engine().can_disconnect:
+            leave_cluster()
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
         """Return `experimental_local_results(value)`; the old name.

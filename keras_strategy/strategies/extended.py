@@ -91,6 +91,8 @@ class StrategyExtended:
             self.group = get_engine().create_group(
                 container_strategy, local, cross_device_ops, cluster
             )
+        if cluster is not None:
+            cluster.strategies.add(container_strategy)
         if cluster is None or cluster.is_chief:
             logger.info(
                 "%s: %d replica(s), on %s%s with the Keras backend '%s'",

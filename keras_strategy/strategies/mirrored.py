@@ -162,9 +162,10 @@ class MirroredStrategy(Strategy):
 
 def connect_workers(resolver: Any, options: CommunicationOptions) -> Cluster | None:
     """Connect to the other workers; return None if this process is alone."""
-    workers = join_cluster(resolver, options)
+    engine = get_engine()
+    workers = join_cluster(resolver, options, engine.can_disconnect)
     if workers is not None:
-        get_engine().connect(workers)
+        engine.connect(workers)
     return workers
 
 

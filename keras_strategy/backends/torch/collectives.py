@@ -1,6 +1,7 @@
 """Collectives between the processes of a cluster, by torch.distributed."""
 
 import datetime
+import functools
 import math
 import os
 import sys
@@ -439,7 +440,13 @@ def connect(cluster: Cluster) -> TorchWorkers:
                 "strategy initialize it, or initialize it for the same workers."
             )
         _connected = TorchWorkers(cluster)
+        cluster.client.on_leave(_forget)
     return _connected
+
+
+def _forget() -> None:
+    global _connected, _initialized_here
+    _connected, _initialized_here = None, False
 
 
 def initialized_workers() -> TorchWorkers | None:
@@ -455,9 +462,9 @@ def _initialize(cluster: Cluster) -> None:
     # By default gloo listens on the interface of the host's name, which may be the
     # loopback or not exist. NCCL's variable has a prefix for whole names.
     interface = find_interfaces().get(cluster.host)
-    for name, prefix in ("GLOO_SOCKET_IFNAME", ""), ("NCCL_SOCKET_IFNAME", "="):
-        if interface is not None:
-            os.environ.setdefault(name, prefix + interface)
+    prefixes = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+    unset = [name for name in prefixes if interface and name not in os.environ]
+    os.environ.update({name: f"{prefixes[name]}{interface}" for name in unset})
     excepthook = sys.excepthook
     store = _store(cluster, timeout)
     with cluster.client.track_operation("the connections of torch.distributed"):
@@ -471,8 +478,16 @@ def _initialize(cluster: Cluster) -> None:
     # torch's hook prints the other hooks' output only after they return. Ours ends the
     # process.
     sys.excepthook = excepthook
+    # The next cluster may need another interface.
+    cluster.client.on_leave(functools.partial(_disconnect, unset))
+
+
+def _disconnect(variables: Sequence[str]) -> None:
     # torch aborts the process if its threads outlive it.
-    cluster.client.on_leave(_disconnect)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in variables:
+        os.environ.pop(name, None)
 
 
 def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
@@ -490,8 +505,3 @@ def _store(cluster: Cluster, timeout: datetime.timedelta) -> TCPStore:
                 wait_for_workers=False,
                 timeout=timeout,
             )
-
-
-def _disconnect() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -43,6 +43,7 @@ class TorchEngine(Engine):
     static_int: Any = staticmethod(int)
     connect: Any = staticmethod(collectives.connect)
     reduces_in_backward = True
+    can_disconnect = True
     _logical_cpus = 1
     _is_in_use = False  # by a strategy, so that the number of devices is final
 
