@@ -151,6 +151,27 @@ class Cluster:
         return ", ".join(f"{name}: {value}" for name, value in pairs)
 
 
+class DelayedExchange:
+    """An exchange after each step, whose values come a step later, so nobody waits."""
+
+    def __init__(self, cluster: Cluster, operation: str):
+        self._cluster, self._operation = cluster, operation
+        self._wait: Callable[[], list[Any]] | None = None
+        self._values: list[Any] = []
+
+    def start(self, value: Any) -> list[Any]:
+        """Exchange a value, and return the values of the step before; [] at first."""
+        previous = self.wait()
+        self._wait = self._cluster.start_exchange(self._operation, value)
+        return previous
+
+    def wait(self) -> list[Any]:
+        """Wait for the values of the last step."""
+        if self._wait is not None:
+            self._values, self._wait = self._wait(), None
+        return self._values
+
+
 def json_digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 

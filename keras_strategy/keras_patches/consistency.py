@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
+from keras_strategy.cluster.membership import DelayedExchange
 from keras_strategy.core.collectives import array_digest
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import MirrorError, WorkersDifferError
@@ -158,7 +159,13 @@ class SyncTrainingState(keras.callbacks.Callback):
 class SyncTrainingStatePerBatch(SyncTrainingState, LogFreeCallback):
     """Checks after each batch, too, whether a worker wants to stop."""
 
+    # Where all want to stop after a batch, they do. Where only some do, all stop after
+    # the next one, which the others have begun by then: no batch waits for the answer.
     # It is a separate class as Keras skips batch hooks that no callback overrides.
+
+    def __init__(self, strategy: Any):
+        super().__init__(strategy)
+        self._stops = DelayedExchange(self._cluster, "whether to stop")
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
@@ -166,8 +173,14 @@ class SyncTrainingStatePerBatch(SyncTrainingState, LogFreeCallback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         stop = bool(self._trained_model.stop_training)
-        if any(self._cluster.exchange("whether to stop", stop)):
-            self._trained_model.stop_training = True
+        stops_late = any(self._stops.start(stop))
+        stops_now = stop and all(self._stops.wait())
+        self._trained_model.stop_training = stops_late or stops_now
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if any(self._stops.wait()):
+            self.model.stop_training = True
+        super().on_epoch_end(epoch, logs)
 
 
 def check_same_values(

@@ -1,6 +1,7 @@
 """Patches of `fit`, `evaluate`, `predict` and the calls of callbacks for each batch."""
 
 import contextlib
+import dis
 import functools
 import inspect
 import weakref
@@ -68,7 +69,7 @@ def _select_batch_callbacks(callbacks: keras.callbacks.CallbackList, kind: str) 
         if is_subclass or context.current_scope() is None:
             continue
         listeners = [c for c in callbacks.callbacks if listens(c, kind, time)]
-        if all(isinstance(callback, LogFreeCallback) for callback in listeners):
+        if not any(reads_logs(callback, kind) for callback in listeners):
             methods = [getattr(callback, name) for callback in listeners]
             call_all = functools.partial(_call_without_logs, methods)
             vars(callbacks)[name] = call_all if methods else _NO_OP
@@ -76,11 +77,25 @@ def _select_batch_callbacks(callbacks: keras.callbacks.CallbackList, kind: str) 
 
 def _call_without_logs(methods: list[Callable], batch: int, logs: Any = None) -> None:
     for method in methods:
-        method(batch)
+        method(batch, logs={})
 
 
 def listens(callback: keras.callbacks.Callback, kind: str, time: str = "end") -> bool:
     """Return True if a callback may handle a batch; see `_select_batch_callbacks`."""
+    return bool(_batch_methods(callback, kind, time))
+
+
+def reads_logs(callback: keras.callbacks.Callback, kind: str) -> bool:
+    """Return True if a callback may read the logs of a batch."""
+    if isinstance(callback, LogFreeCallback):
+        return False
+    methods = _batch_methods(callback, kind, "end")
+    return any(may_read_argument(method, "logs") for method in methods)
+
+
+def _batch_methods(
+    callback: keras.callbacks.Callback, kind: str, time: str
+) -> list[Callable[..., Any]]:
     base_classes: list[type] = [keras.callbacks.Callback]
     names = [f"on_{kind}_batch_{time}"]
     if kind == "train":
@@ -88,11 +103,31 @@ def listens(callback: keras.callbacks.Callback, kind: str, time: str = "end") ->
         if isinstance(callback, _SAVING_CALLBACKS) and callback.save_freq == "epoch":
             base_classes += _SAVING_CALLBACKS
             names.append("_should_save_on_batch")
+    methods = []
     for name in names:
-        function = getattr(getattr(callback, name, None), "__func__", None)
+        method = getattr(callback, name, None)
+        function = getattr(method, "__func__", None)
         if function not in [vars(cls).get(name, _NO_OP) for cls in base_classes]:
-            return True
-    return False
+            methods.append(method)
+    return methods
+
+
+# Functions by which code can read an argument without naming it.
+_READERS = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"}
+
+
+def may_read_argument(function: Any, name: str) -> bool:
+    """Return True unless the code of a Python function never reads an argument."""
+    code = getattr(function, "__code__", None)
+    if code is None or name not in code.co_varnames[: code.co_argcount]:
+        return True
+    if name in code.co_cellvars or not _READERS.isdisjoint(code.co_names):
+        return True
+    return any(
+        instruction.opname.startswith("LOAD_FAST")
+        and (instruction.argval == name or name in instruction.argval)
+        for instruction in dis.get_instructions(code)
+    )
 
 
 _LOOPS = ("fit", "evaluate", "predict")

@@ -22,7 +22,7 @@ def written(in_turns, tmp_path_factory):
         whole=(jobs.write_everything, to["whole"]),
         half=(jobs.write_everything, {**to["half"], "epochs": 1}),
         resumed=(jobs.write_everything, to["half"]),
-        stopped=(jobs.stop_by_one, to["stopped"]),
+        stopped=(jobs.stop_by_some, to["stopped"]),
         nowhere=(jobs.save_where_nobody_can, to["nowhere"]),
         # The last: what is temporary is in this folder from then on.
         bytes=(jobs.bytes_written, to["bytes"]),
@@ -84,8 +84,12 @@ def test_restored_weights_reach_all_workers(written):
         np.testing.assert_array_equal(a, b)
 
 
-def test_one_worker_stops_all_workers(written):
-    assert [result["steps"] for result in written[1]["stopped"]] == [6, 6]
+def test_workers_stop_together(written):
+    for late, together, at_end_of_epoch in written[1]["stopped"]:
+        # One worker alone wants to stop, when the other has begun the next batch.
+        assert late == 7
+        assert together == 6
+        assert at_end_of_epoch == 8
 
 
 def test_write_error_of_chief_reaches_all_workers(written):

@@ -8,6 +8,7 @@ import pytest
 from keras import callbacks
 
 import keras_strategy as ks
+from keras_strategy.keras_patches.trainer import may_read_argument
 from tests.equality.compare import scope
 
 X, Y = np.ones((12, 3), "float32"), np.ones((12, 1), "float32")
@@ -53,7 +54,11 @@ class Listener(callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         if epoch == 1:
-            self.on_train_batch_end = lambda batch, logs: self.batches.append(batch)
+            self.on_train_batch_end = self.keep
+
+    def keep(self, batch, logs):
+        self.batches.append(batch)
+        return logs
 
 
 def loop(model, method, listening=()):
@@ -89,6 +94,87 @@ def test_callback_added_later_is_called(two, told):
     )
     loop(model, "fit", [begins])
     assert began == [0, 1, 2]
+
+
+class Counter(callbacks.Callback):
+    """Counts batches, without a look at the logs."""
+
+    count = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.count += 1
+
+    on_test_batch_end = on_train_batch_end
+
+
+class Reader(callbacks.Callback):
+    """Keeps the losses of batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def on_batch_end(self, batch, logs=None):
+        logs = logs or {}
+        self.losses.append(logs["loss"])
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_logs_that_no_callback_reads_are_not_computed(method, two, told):
+    counter, reader = Counter(), Reader()
+    model = compiled(two)
+    loop(model, method, [counter])
+    assert counter.count == 3 and not told
+    loop(model, method, [counter, reader])
+    assert counter.count == 6
+    kind = {"fit": "train", "evaluate": "test"}[method]
+    if method == "fit":
+        assert told == {f"on_{kind}_batch_end": 3}
+        assert len(reader.losses) == 3 and all(np.isfinite(reader.losses))
+
+
+def reads_in_a_closure(self, batch, logs=None):
+    return lambda: logs
+
+
+def reads_by_another_name(self, batch, logs=None):
+    return locals()["logs"]
+
+
+def reads_all_arguments(*args, **kwargs):
+    return args
+
+
+def passes_on(self, batch, logs=None):
+    callbacks.Callback.on_train_batch_end(self, batch, logs)
+
+
+def has_default(self, batch, logs=None):
+    return self if batch else None
+
+
+def overwrites(self, batch, logs):
+    logs = batch
+    return logs
+
+
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        (reads_in_a_closure, True),
+        (reads_by_another_name, True),
+        (reads_all_arguments, True),
+        (passes_on, True),
+        (print, True),
+        (overwrites, True),
+        (has_default, False),
+        (Counter().on_train_batch_end, False),
+        (lambda batch, logs: batch, False),
+        (lambda batch, logs: logs, True),
+    ],
+)
+def test_functions_that_may_read_logs(function, reads):
+    assert may_read_argument(function, "logs") is reads
 
 
 def test_checkpoint_between_batches_is_called(two, told, tmp_path):

@@ -19,9 +19,8 @@ from keras_strategy.audit.verify import FirstStepAudit
 from keras_strategy.backends.torch.compilation import CompiledModel
 from keras_strategy.core.step_state import LocalRows, RowRange
 from keras_strategy.keras_patches.layers import all_layers
-from keras_strategy.keras_patches.trainer import build_compiled_metrics, listens
+from keras_strategy.keras_patches.trainer import build_compiled_metrics, reads_logs
 from keras_strategy.training import train_step as rules
-from keras_strategy.training.callbacks import LogFreeCallback
 from keras_strategy.training.row_weights import local_bounds
 from keras_strategy.training.train_step import count_array_rows
 from keras_strategy.values import (
@@ -187,10 +186,7 @@ class LogReaderDetector(keras.callbacks.Callback):
         are_read = (
             getattr(type(self.model), loop) is not getattr(keras.Model, loop)
             or self._is_shown
-            or any(
-                not isinstance(callback, LogFreeCallback) and listens(callback, kind)
-                for callback in self._callbacks
-            )
+            or any(reads_logs(callback, kind) for callback in self._callbacks)
         )
         cluster = self._strategy.extended.cluster
         if cluster is not None:
