@@ -1,12 +1,15 @@
-"""Simulated machines: network namespaces that a bridge connects.
+"""Simulated machines: network namespaces that a bridge or a switch connects.
 
 Each has a host name, a /etc/hosts and network interfaces of its own. Linux and root are
 needed. A process enters a machine before it starts its first thread.
 """
 
+import concurrent.futures
 import contextlib
 import ctypes
+import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,12 +18,16 @@ from typing import NamedTuple
 
 import pytest
 
-_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
+from keras_strategy.cluster_resolver.cluster_spec import join_host_port
+from tests.distributed import links as link_module
+from tests.distributed.links import Links, enter_network
+
+_CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 
 
 class Machine(NamedTuple):
-    """A simulated machine, whose interface `eth0` is on the bridge."""
+    """A simulated machine, whose interface `eth0` leads to the others."""
 
     namespace: str
     hostname: str
@@ -37,8 +44,7 @@ class Machine(NamedTuple):
                 number = ctypes.get_errno()
                 raise OSError(number, f"{function}: {os.strerror(number)}")
 
-        with open(f"/run/netns/{self.namespace}") as namespace:
-            call("setns", namespace.fileno(), _CLONE_NEWNET)
+        enter_network(self.namespace)
         call("unshare", _CLONE_NEWNS | _CLONE_NEWUTS)
         call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
         with tempfile.NamedTemporaryFile("w") as file:
@@ -46,6 +52,34 @@ class Machine(NamedTuple):
             file.flush()
             call("mount", file.name.encode(), b"/etc/hosts", None, _MS_BIND, None)
         call("sethostname", self.hostname.encode(), len(self.hostname))
+
+    def open_socket(self, kind: socket.SocketKind) -> socket.socket:
+        """Return a socket of this machine, bound to a free port of its address."""
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+
+        def open_socket() -> socket.socket:
+            enter_network(self.namespace)
+            opened = socket.socket(family, kind)
+            opened.bind((self.address, 0))
+            return opened
+
+        # A socket stays in the network in which its thread has opened it.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return pool.submit(open_socket).result()
+
+
+def join_as_worker(hosts: Sequence[str], machines: Sequence[Machine]) -> int:
+    """Give the workers the hosts, enter this worker's machine, and return its rank."""
+    configuration = json.loads(os.environ["TF_CONFIG"])
+    rank, addresses = configuration["task"]["index"], configuration["cluster"]["worker"]
+    configuration["cluster"]["worker"] = [
+        join_host_port(host, int(address.rpartition(":")[2]))
+        for host, address in zip(hosts, addresses, strict=True)
+    ]
+    os.environ["TF_CONFIG"] = json.dumps(configuration)
+    if machines:
+        machines[rank].enter()
+    return rank
 
 
 def skip_without_namespaces() -> None:
@@ -67,6 +101,11 @@ def simulated_machines(
     own_name: str | None = "address",
     wrong_interface: bool = False,
     blocked: Sequence[tuple[int, int]] = (),
+    delay_ms: float = 0.0,
+    loss: float = 0.0,
+    rate_mbit: float = 0.0,
+    seed: int = 1,
+    links: Links | None = None,
 ) -> Iterator[list[Machine]]:
     """Make machines, named node1, node2 and so on, that last as long as the context.
 
@@ -78,6 +117,11 @@ def simulated_machines(
         wrong_interface: Whether a machine has another interface, which reaches no other
             machine, and which its own name stands for.
         blocked: Pairs of machines, from 0; the first cannot send to the second.
+        delay_ms: Milliseconds from one machine to another.
+        loss: The fraction of the frames that are lost, in each direction.
+        rate_mbit: Megabits per second that a machine can send. Unlimited if 0.
+        seed: Seed of the draws of lost frames.
+        links: The links between the machines, which the caller can change meanwhile.
     """
     numbers = range(1, count + 1)
     prefix = f"ks{os.getpid()}-"
@@ -91,16 +135,23 @@ def simulated_machines(
             _ip("-n", prefix + name, "link", "set", "lo", "up")
             return prefix + name
 
-        switch = add_namespace("switch")
-        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", switch, "link", "set", "bridge", "up")
+        namespaces = [add_namespace(f"node{n}") for n in numbers]
+        state = {"delay_ms": delay_ms, "loss": loss, "rate_mbit": rate_mbit}
+        netem = ["netem", "delay", f"{delay_ms}ms", "loss", f"{100 * loss}%"]
+        if rate_mbit:
+            netem += ["rate", f"{rate_mbit}mbit"]
+        if links is None and any(state.values()) and not _has_netem(namespaces[0]):
+            links = Links(made.enter_context(tempfile.NamedTemporaryFile()).name, count)
+        if links is None:
+            _connect_by_bridge(add_namespace("switch"), namespaces)
+        else:
+            if any(state.values()):
+                links.set_all(**state)
+            made.enter_context(_switch(links, seed, namespaces))
         machines = []
-        for n, address in zip(numbers, addresses, strict=True):
-            here = add_namespace(f"node{n}")
-            port = f"port{n}"
-            pair = ["type", "veth", "peer", "name", "eth0", "netns", here]
-            _ip("link", "add", port, "netns", switch, *pair)
-            _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+        for n, here, address in zip(numbers, namespaces, addresses, strict=True):
+            if links is None and any(state.values()):
+                _add_qdisc(here, "eth0", netem)
             _ip("-n", here, "link", "set", "eth0", "up")
             options = ["dev", "eth0", *(["nodad"] if ipv6 else [])]
             _ip("-n", here, family, "address", "add", f"{address}/{bits}", *options)
@@ -121,6 +172,41 @@ def simulated_machines(
             route = ["route", "add", "blackhole", addresses[second]]
             _ip("-n", machines[first].namespace, family, *route)
         yield machines
+
+
+def _connect_by_bridge(switch: str, namespaces: Sequence[str]) -> None:
+    _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+    _ip("-n", switch, "link", "set", "bridge", "up")
+    for n, namespace in enumerate(namespaces):
+        pair = ["type", "veth", "peer", "name", "eth0", "netns", namespace]
+        _ip("link", "add", f"port{n}", "netns", switch, *pair)
+        _ip("-n", switch, "link", "set", f"port{n}", "master", "bridge", "up")
+
+
+@contextlib.contextmanager
+def _switch(links: Links, seed: int, namespaces: Sequence[str]) -> Iterator[None]:
+    """Run the switch in user space as long as the context lasts."""
+    command = [sys.executable, "-I", link_module.__file__, links.path, str(seed)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    # Leaving closes its stdin, which ends it.
+    with subprocess.Popen([*command, *namespaces], **pipes) as process:
+        assert process.stdout.readline() == b"ready\n"
+        yield
+
+
+def _has_netem(namespace: str) -> bool:
+    """Return True if the kernel can delay and lose frames itself."""
+    try:
+        _add_qdisc(namespace, "lo", ["netem", "delay", "1ms"])
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    subprocess.run(["tc", "-n", namespace, "qdisc", "delete", "dev", "lo", "root"])
+    return True
+
+
+def _add_qdisc(namespace: str, device: str, options: Sequence[str]) -> None:
+    command = ["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *options]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def _ip(*arguments: str) -> None:

@@ -1,7 +1,5 @@
 """Workers that are given by the addresses or names of their machines."""
 
-import json
-import os
 import socket
 from collections.abc import Sequence
 
@@ -14,10 +12,10 @@ from keras_strategy.cluster.process_exit import (
     EXIT_CLUSTER_NOT_FORMED,
     EXIT_OTHER_WORKER_FAILED,
 )
-from keras_strategy.cluster_resolver.cluster_spec import join_host_port
 from keras_strategy.testing import WorkerRunner
 from tests.distributed.machines import (
     Machine,
+    join_as_worker,
     simulated_machines,
     skip_without_namespaces,
 )
@@ -37,15 +35,7 @@ def train_at(
     hosts: Sequence[str], machines: Sequence[Machine] = ()
 ) -> list[np.ndarray]:
     """Train for one epoch in a cluster whose workers are at `hosts`."""
-    configuration = json.loads(os.environ["TF_CONFIG"])
-    rank, addresses = configuration["task"]["index"], configuration["cluster"]["worker"]
-    configuration["cluster"]["worker"] = [
-        join_host_port(host, int(address.rpartition(":")[2]))
-        for host, address in zip(hosts, addresses, strict=True)
-    ]
-    os.environ["TF_CONFIG"] = json.dumps(configuration)
-    if machines:
-        machines[rank].enter()
+    join_as_worker(hosts, machines)
     options = ks.experimental.CommunicationOptions(timeout_seconds=TIMEOUT_SECONDS)
     strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
     keras.utils.set_random_seed(1)
