@@ -37,7 +37,7 @@ class Side:
             _divide_cpu(self._job["devices"])
         cases = importlib.import_module(f"benchmarks.{self._job['cases']}").CASES
         (self._case,) = (c for c in cases if c.name == self._job["case"])
-        self._program = _named(self._job["program"])(self._case)
+        self._program = program_named(self._job["program"])(self._case)
         self._program(1)
         taken = time.perf_counter() - began
         # What is there stays: to look through it after each turn would take longer.
@@ -65,7 +65,7 @@ class Side:
         Args:
             name: Its module and name, such as "gpu.programs:memory".
         """
-        return _named(name)(self._program)
+        return program_named(name)(self._program)
 
     def answer(self, request: tuple[str, ...]) -> dict[str, Any]:
         """Call a method by its name."""
@@ -77,7 +77,7 @@ class Side:
         return {"answer": answer, **told}
 
 
-def _named(name: str) -> Callable[[Any], Any]:
+def program_named(name: str) -> Callable[[Any], Any]:
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(f"benchmarks.{module}"), function)
 

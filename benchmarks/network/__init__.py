@@ -1,0 +1,1 @@
+"""Time of a training step on slow links: `python -m benchmarks.network`."""

@@ -1,0 +1,82 @@
+"""A worker of the comparison: `fit` with and without callbacks, and its times."""
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+import keras
+
+import keras_strategy as ks
+from benchmarks.cases import CASES, Case
+from benchmarks.programs import Train
+from benchmarks.side import program_named
+from tests.distributed.machines import Machine, join_as_worker
+
+PORT, FEW, MANY, ROUNDS = 29_400, 5, 25, 3
+CASE = dataclasses.replace(CASES[0], batch=96)
+
+
+class Counter(keras.callbacks.Callback):
+    """Counts the batches."""
+
+    batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        self.batches += 1
+
+
+class Reader(keras.callbacks.Callback):
+    """Keeps the loss of the last batch."""
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        self.loss = (logs or {})["loss"]
+
+
+def _fit(case: Case, callbacks: Sequence[keras.callbacks.Callback]) -> Train:
+    keras.utils.set_random_seed(0)
+    with ks.MultiWorkerMirroredStrategy().scope():
+        model = case.compiled()
+
+    def train(steps: int) -> None:
+        x, y = case.rows(steps * case.batch)
+        model.fit(x, y, batch_size=case.batch, verbose=0, callbacks=list(callbacks))
+
+    return train
+
+
+def fit(case: Case) -> Train:
+    return _fit(case, [])
+
+
+def fit_with_callback(case: Case) -> Train:
+    return _fit(case, [Counter()])
+
+
+def fit_with_reader(case: Case) -> Train:
+    return _fit(case, [Reader()])
+
+
+def time_step(program: str, machines: Sequence[Machine]) -> float:
+    """Return the seconds of a step of this worker, in its machine."""
+    rank = join_as_worker([machine.address for machine in machines], machines)
+    if not program.startswith("network."):
+        os.environ.update(
+            MASTER_ADDR=machines[0].address,
+            MASTER_PORT=str(PORT),
+            RANK=str(rank),
+            WORLD_SIZE=str(len(machines)),
+            GLOO_SOCKET_IFNAME="eth0",
+        )
+    train = program_named(program)(CASE)
+    train(FEW), train(MANY)
+    seconds = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        train(FEW)
+        middle = time.perf_counter()
+        train(MANY)
+        end = time.perf_counter()
+        seconds.append(((end - middle) - (middle - begin)) / (MANY - FEW))
+    return statistics.median(seconds)
