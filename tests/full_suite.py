@@ -61,6 +61,8 @@ KEPT = {
     "distributed/test_virtual_replicas.py::test_workers_have_bits": 1,
     "launch/test_run.py::test_environment_sets_devices_by_default": 0,
     "launch/test_subcommands.py::test_doctor_of_healthy_machine": 0,
+    "launch/test_worker_checks.py::test_healthy_workers": 1,
+    "launch/test_worker_checks.py::test_name_of_a_machine": 1,
     "strategies/test_plan.py::test_bytes_equal_memory_report": 5,
     "strategies/test_plan.py::test_peak_is_measured_peak": 0,
     "strategies/test_tpu.py::test_custom_loop_equals_one_device": 1,

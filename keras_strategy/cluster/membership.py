@@ -1,6 +1,7 @@
 """Cluster membership: this process's place among the workers that train together."""
 
 import builtins
+import contextlib
 import gc
 import hashlib
 import json
@@ -68,6 +69,21 @@ class Cluster:
         if self.is_local:
             return socket.create_server((network.LOOPBACK, 0), backlog=backlog)
         return network.listen_on_all_interfaces(backlog=backlog)
+
+    def listen_at_own_address(self) -> tuple[socket.socket, str]:
+        """Listen on the port of this worker's address or a free one; return both."""
+        # On every interface, as TensorFlow's server binds it. Launchers may use the
+        # port themselves, for what they call the master; so may another job of this
+        # machine, whose server starts later.
+        host, port = cluster_spec.split_host_port(self.addresses[self.rank])
+        listener = None
+        with contextlib.suppress(OSError):
+            if port:
+                _reserved.append(rendezvous.reserve_name(f"server at port {port}"))
+            listener = network.listen_on_all_interfaces(int(port or 0))
+        listener = listener or network.listen_on_all_interfaces()
+        port = listener.getsockname()[1]
+        return listener, cluster_spec.join_host_port(host or self.host, port)
 
     def exchange_addresses(self, library: str, address: str) -> list[str]:
         """Return the workers' addresses, at which they listen during the call."""
@@ -177,15 +193,14 @@ def json_digest(value: Any) -> str:
 
 
 _joined: Cluster | None = None
+# Names of ports, reserved while this process lives.
+_reserved: list[socket.socket | None] = []
 
 
-def join_cluster(
-    resolver: Any, options: CommunicationOptions, can_leave: bool = True
-) -> Cluster | None:
-    """Join the cluster, at most one at a time; return None where it trains alone."""
-    global _joined
-    if resolver is None:
-        return None
+def find_workers(
+    resolver: Any,
+) -> tuple[int, tuple[str, ...], tuple[str, ...]] | None:
+    """Return this worker's rank, and all names and addresses; None if it is alone."""
     # First: some resolvers set their task from the spec.
     spec = resolver.cluster_spec()
     task_type, task_id = resolver.task_type, resolver.task_id
@@ -205,7 +220,18 @@ def join_cluster(
         return None
     names = tuple(job if job == "chief" else f"{job} {index}" for job, index in tasks)
     addresses = tuple(spec.task_address(*task) for task in tasks)
-    rank = tasks.index((task_type, task_id))
+    return tasks.index((task_type, task_id)), names, addresses
+
+
+def join_cluster(
+    resolver: Any, options: CommunicationOptions, can_leave: bool = True
+) -> Cluster | None:
+    """Join the cluster, at most one at a time; return None where it trains alone."""
+    global _joined
+    found = None if resolver is None else find_workers(resolver)
+    if found is None:
+        return None
+    rank, names, addresses = found
     if _joined is not None:
         if (_joined.rank, _joined.addresses) == (rank, addresses):
             if options not in (_joined.options, CommunicationOptions()):

@@ -41,11 +41,14 @@ examples:
   KERAS_BACKEND=jax keras-strategy info --json"""
 _DOCTOR = """\
 Trains a step on two replicas, runs a collective in two processes, and reports what is
-wrong and how to fix it."""
+wrong and how to fix it. With --workers, started as a job with all its workers, checks
+that they meet, and compares their names, versions, variables, threads, ports and
+clocks."""
 _DOCTOR_EXAMPLES = """\
 examples:
   keras-strategy doctor
   KERAS_BACKEND=torch keras-strategy doctor --timeout-seconds 300
+  srun keras-strategy doctor --workers
 
 exit codes:
   0    all checks passed
@@ -203,8 +206,10 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print JSON")
 
     doctor = add("doctor", "check that training works here", _DOCTOR, _DOCTOR_EXAMPLES)
-    _add_options(
-        doctor, ("timeout-seconds", _seconds, 180, "S", "time limit of each check")
+    limit = "time limit of each check (default: 180; 30 with --workers)"
+    _add_options(doctor, ("timeout-seconds", _seconds, None, "S", limit))
+    doctor.add_argument(
+        "--workers", action="store_true", help="check the workers of this job"
     )
 
     scaling = add(

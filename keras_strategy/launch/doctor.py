@@ -4,12 +4,13 @@ Some run this file as a program in processes of their own: only those import Ker
 """
 
 import argparse
+import importlib
 import os
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -49,9 +50,18 @@ class Finding(NamedTuple):
 
 
 def main(options: argparse.Namespace) -> int:
+    seconds = options.timeout_seconds
+    if options.workers:
+        worker_checks = importlib.import_module("keras_strategy.launch.worker_checks")
+        return worker_checks.main(30 if seconds is None else seconds)
+    return report(findings(180 if seconds is None else seconds))
+
+
+def report(checks: Iterable[tuple[str, Finding]]) -> int:
+    """Print the findings; return 1 if one of them is not well, else 0."""
     console = Console(soft_wrap=True)
     status = 0
-    for check, finding in findings(options.timeout_seconds):
+    for check, finding in checks:
         mark = "[green]well [/]" if finding.ok else "[red]wrong[/]"
         detail = f"[bold]{check}[/]: {escape(finding.detail)}"
         console.print(f"{mark} {detail}", highlight=False)

@@ -6,30 +6,20 @@ compete with those of `keras_strategy.cluster`. So the server is started here wi
 it, by the functions that the native strategy calls.
 """
 
-import contextlib
 import logging
 import os
-import socket
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
 from keras_strategy.cluster.membership import Cluster
-from keras_strategy.cluster.network import listen_on_all_interfaces
-from keras_strategy.cluster.rendezvous import reserve_name
-from keras_strategy.cluster_resolver.cluster_spec import join_host_port, split_host_port
 
 logger = logging.getLogger("keras_strategy")
 
 # All workers get the same job, whatever the cluster resolver calls them: TensorFlow
 # then sorts them by rank, and the chief is task 0.
 JOB = "worker"
-
-
-# Names of ports, reserved while this process lives.
-_reserved: list[Any] = []
 
 
 def worker_device(rank: int) -> str:
@@ -46,9 +36,8 @@ def start(cluster: Cluster) -> list[str]:
             "the start of the program, before you create a tensor, a variable, a "
             "dataset or another strategy."
         )
-    with _listen(cluster) as listener:
-        host = cluster.addresses[cluster.rank].rpartition(":")[0] or cluster.host
-        own = join_host_port(host, listener.getsockname()[1])
+    listener, own = cluster.listen_at_own_address()
+    with listener:
         addresses = cluster.exchange_addresses("TensorFlow", own)
     leader, task = worker_device(0), f"/job:{JOB}/task:{cluster.rank}"
     runtime.configure_collective_ops(
@@ -89,18 +78,6 @@ def start(cluster: Cluster) -> list[str]:
             "the documentation)."
         )
     return addresses
-
-
-def _listen(cluster: Cluster) -> socket.socket:
-    """Listen on the port of the worker's address if it is free, else on a free one."""
-    _, port = split_host_port(cluster.addresses[cluster.rank])
-    # On every interface, as TensorFlow's server binds it. Launchers may use the port
-    # themselves, for what they call the master; so may another job of this machine,
-    # whose server starts later.
-    with contextlib.suppress(OSError):
-        _reserved.append(port and reserve_name(f"TensorFlow's server at port {port}"))
-        return listen_on_all_interfaces(int(port or 0))
-    return listen_on_all_interfaces()
 
 
 def native_name(device: str) -> str:
