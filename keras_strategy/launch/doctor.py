@@ -63,7 +63,8 @@ def report(checks: Iterable[tuple[str, Finding]]) -> int:
     status = 0
     for check, finding in checks:
         mark = "[green]well [/]" if finding.ok else "[red]wrong[/]"
-        detail = f"[bold]{check}[/]: {escape(finding.detail)}"
+        lines = escape(finding.detail).replace("\n", "\n      ")
+        detail = f"[bold]{check}[/]: {lines}"
         console.print(f"{mark} {detail}", highlight=False)
         if not finding.ok:
             console.print(f"      {escape(finding.advice)}", highlight=False)

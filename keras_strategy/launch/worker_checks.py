@@ -55,7 +55,7 @@ def main(timeout_seconds: float) -> int:
             return report([("cluster", Finding(True, "this process trains alone"))])
         _, names, addresses = workers
         host, port = rendezvous.rendezvous_address(addresses, resolver.job_identity)
-        own = [f"{a} ({i})" for a, i in network.find_interfaces().items()]
+        own = [f"{a} ({i})" for a, i in network.find_interfaces().items() if i != "lo"]
         advice = (
             f"start this command in all {len(names)} workers at the same time. On "
             f"every machine, {host} must stand for an address of {names[0]}'s machine, "
@@ -72,8 +72,8 @@ def main(timeout_seconds: float) -> int:
     ports = _connect_all(cluster, facts[0]["backend"])
     # The replies of an exchange arrive at about the same time.
     clocks = [cluster.exchange("clocks", time.time()) for _ in range(_CLOCK_ROUNDS + 1)]
-    checks = [*compare(cluster, facts), ("ports", ports)]
-    checks.append(("clocks", compare_clocks(cluster, clocks[1:])))
+    found = ("ports", ports), ("clocks", compare_clocks(cluster, clocks[1:]))
+    checks = [*compare(cluster, facts), *found]
     status = report(checks if cluster.is_chief else [])
     # Launchers end all workers when one fails: not before the chief has printed.
     cluster.exchange("the end", None)
@@ -98,12 +98,14 @@ def _collect_facts(cluster: Cluster) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         settings = json.loads(file.expanduser().read_text())
     backend = os.environ.get("KERAS_BACKEND") or settings.get("backend", "tensorflow")
-    versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
-    versions["keras_strategy"] = keras_strategy.__version__
     # TensorFlow's distribution has several names.
     distributions = importlib.metadata.packages_distributions()
-    for package in {"keras", backend} & distributions.keys():
-        versions[package] = importlib.metadata.version(distributions[package][0])
+    keras_version, backend_version = (
+        importlib.metadata.version(distributions[package][0])
+        if package in distributions
+        else "not installed"
+        for package in ("keras", backend)
+    )
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -123,8 +125,13 @@ def _collect_facts(cluster: Cluster) -> dict[str, Any]:
         "machine": f"{hosts[0]} ({found[0]}), reached at {cluster.host} ({interface}); "
         f"threads: {threads}, cores: {len(cores)}",
         "names": dict(zip(hosts[1:], found[1:], strict=True)),
-        "versions": versions,
-        "variables": {"KERAS_BACKEND": backend, **variables},
+        "versions": {
+            "Python": ".".join(platform.python_version_tuple()[:2]),
+            "Keras": keras_version,
+            "backend": f"{backend} {backend_version}",
+            "keras_strategy": keras_strategy.__version__,
+        },
+        "variables": variables,
         "backend": backend,
         "cores": cores,
         "threads": threads,
@@ -140,13 +147,13 @@ def compare(
     for topic, advice in _ADVICE.items():
         same = []
         for key in sorted({key for fact in facts for key in fact[topic]}):
-            values = [fact[topic].get(key, "none") for fact in facts]
+            values = [fact[topic].get(key, "not set") for fact in facts]
             # On its own machine a name may stand for the loopback.
             different = set(values) - {_LOOPBACK}
             if len(different) > 1 or _NO_ADDRESS in different:
                 detail = f"{key} ({cluster.format_by_value(values)})"
                 yield topic, Finding(False, detail, advice)
-            else:
+            elif key not in different:  # an address stands for itself
                 same.append(f"{key} {next(iter(different), _LOOPBACK)}")
         if same:
             yield topic, Finding(True, ", ".join(same))

@@ -82,22 +82,26 @@ def test_workers_that_differ(tmp_path):
     metadata = "Metadata-Version: 2.1\nName: keras\nVersion: 9.9\n"
     (tmp_path / "keras-9.9.dist-info" / "METADATA").write_text(metadata)
     (tmp_path / "keras-9.9.dist-info" / "top_level.txt").write_text("keras\n")
-    threads, secret = str(os.cpu_count()), {"KERAS_STRATEGY_SECRET": "hidden"}
+    secret = {"KERAS_STRATEGY_SECRET": "hidden"}
+    threads = {"OMP_NUM_THREADS": "1000"}
     chief, other = run_doctor(
         LOCAL,
         environments=[
-            {**secret, "OMP_NUM_THREADS": threads, "KERAS_BACKEND": "jax"},
-            {**secret, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(tmp_path)},
+            {**secret, **threads, "KERAS_BACKEND": "jax"},
+            {**secret, "JAX_ENABLE_X64": "1", "PYTHONPATH": str(tmp_path)},
         ],
     )
     assert chief.returncode == other.returncode == 1
     lines = chief.stdout.splitlines()
     assert any(
-        line.startswith("wrong versions: keras (worker 0: 3.")
+        line.startswith("wrong versions: Keras (worker 0: 3.")
         and line.endswith("; worker 1: 9.9)")
         for line in lines
     )
-    line = "wrong variables: KERAS_BACKEND (worker 0: jax; worker 1: torch)"
+    assert any(
+        line.startswith("wrong versions: backend (worker 0: jax 0.") for line in lines
+    )
+    line = "wrong variables: JAX_ENABLE_X64 (worker 0: not set; worker 1: 1)"
     assert lines[lines.index(line) + 1].strip().startswith("set the variable")
     assert any(line.startswith("wrong threads: 2 workers at 127.0.") for line in lines)
     assert "hidden" not in chief.stdout
