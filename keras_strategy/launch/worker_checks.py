@@ -39,7 +39,7 @@ _CLOCK_ROUNDS, _MAX_CLOCK_SECONDS = 3, 1.0
 
 
 def main(timeout_seconds: float) -> int:
-    advice = "correct what the message names"
+    advice = correct = "correct what the message names"
     detection = detect()
     if not detection:
         detail = f"none was found. Looked for:\n{detection}"
@@ -57,16 +57,18 @@ def main(timeout_seconds: float) -> int:
         host, port = rendezvous.rendezvous_address(addresses, resolver.job_identity)
         own = [f"{a} ({i})" for a, i in network.find_interfaces().items() if i != "lo"]
         advice = (
-            f"start this command in all {len(names)} workers at the same time. On "
-            f"every machine, {host} must stand for an address of {names[0]}'s machine, "
-            f"whose firewall must accept connections to port {port}. Here, on "
+            f"start this command in all {len(names)} workers at the same time, with "
+            f"the same {rendezvous.SECRET_VARIABLE}. On every machine, {host} must "
+            f"stand for an address of {names[0]}'s machine, whose firewall must accept "
+            f"connections to port {port}. Here, on "
             f"{socket.gethostname()} with {', '.join(own)}, it stands for "
             f"{_look_up(host)}"
         )
         options = CommunicationOptions(timeout_seconds=timeout_seconds)
         cluster = membership.join_cluster(resolver, options)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        return report([("cluster", Finding(False, str(error), advice))])
+        fix = advice if isinstance(error, ClusterError) else correct
+        return report([("cluster", Finding(False, str(error), fix))])
     assert cluster is not None
     facts = cluster.exchange("facts", _collect_facts(cluster))
     ports = _connect_all(cluster, facts[0]["backend"])

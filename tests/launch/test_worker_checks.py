@@ -116,6 +116,14 @@ def test_missing_worker(rank):
     assert "127.0.0.1 must stand for an address of worker 0's machine" in only.stdout
 
 
+def test_unknown_interface():
+    unknown = {"KERAS_STRATEGY_INTERFACE": "eth7"}
+    chief, other = run_doctor(LOCAL, environments=[{}, unknown], seconds=2)
+    assert chief.returncode == other.returncode == 1
+    assert "worker 1 has not arrived" in chief.stdout
+    assert "Received: 'eth7'\n      correct what the message names" in other.stdout
+
+
 def test_command_without_cluster(capsys, monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     assert main(["doctor", "--workers"]) == 1
