@@ -27,7 +27,7 @@ KEPT = {
     "speed/": 0,
     # Faults.
     "distributed/test_launcher.py::test_restarted_training": 0,
-    "faults/": 2,
+    "faults/": 3,
     "training/test_killed_process.py::": 0,
     # Combinations.
     "backends/test_coordinator_workers.py::": 1,

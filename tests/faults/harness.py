@@ -1,5 +1,6 @@
 """Plants a fault in one of several workers, and looks at what is left."""
 
+import contextlib
 import dataclasses
 import pathlib
 import re
@@ -10,10 +11,12 @@ import h5py
 import keras
 import numpy as np
 
-from keras_strategy.cluster.process_exit import EXIT_CLUSTER_NOT_FORMED
 from keras_strategy.testing import WarmStarter, WorkerRunner
+from tests.distributed.links import Links
+from tests.distributed.machines import simulated_machines, skip_without_namespaces
 from tests.faults import jobs
 from tests.faults.table import (
+    EXIT_CLUSTER_NOT_FORMED,
     EXIT_OTHER_WORKER_FAILED,
     FAULTS,
     NOTICED_SECONDS,
@@ -72,11 +75,22 @@ def plant(planted: Planted, folder: pathlib.Path, starter: WarmStarter) -> Outco
         if planted.victim == 0:
             # A chief that writes is waited for as long as that may take.
             environment["KERAS_STRATEGY_SAVE_TIMEOUT_SECONDS"] = str(waits)
+    allowed_seconds = fault.seconds or NOTICED_SECONDS + waits
     arguments = {"environment": environment, "starter": starter}
-    with WorkerRunner(planted.workers, timeout_seconds=280, **arguments) as runner:
-        runner.start(jobs.work, dataclasses.asdict(planted), str(files))
+    with contextlib.ExitStack() as stack:
+        machines, links = [], None
+        if fault.on_machines:
+            skip_without_namespaces()
+            links = Links(folder / "links", planted.workers)
+            options = {"links": links, "wrong_interface": True}
+            made = simulated_machines(planted.workers, **options)
+            machines = stack.enter_context(made)
+        runner = WorkerRunner(planted.workers, timeout_seconds=280, **arguments)
+        stack.enter_context(runner)
+        fault_arguments = dataclasses.asdict(planted), str(files), machines, links
+        runner.start(jobs.work, *fault_arguments)
         happened = files / jobs.HAPPENED
-        ends = _wait(runner, planted, fault, happened, NOTICED_SECONDS + waits)
+        ends = _wait(runner, planted, fault, happened, allowed_seconds)
         ended = [r for r, end in ends.items() if end.status is not None]
         processes = _processes([runner.processes[rank].pid for rank in ended])
     if not happened.exists():
@@ -88,7 +102,7 @@ def plant(planted: Planted, folder: pathlib.Path, starter: WarmStarter) -> Outco
     if fault.says:
         message, silent = _said(planted, fault, ends)
         wrong += [f"worker {rank} does not say why" for rank in silent]
-        if seconds > NOTICED_SECONDS + waits:
+        if seconds > allowed_seconds:
             wrong.append(f"the others took {seconds:.0f} s to end")
     wrong += [f"a process is left: {name}" for name in processes]
     left = sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*"))
@@ -149,11 +163,18 @@ def _statuses(
     of_jax = victim.status == -signal.SIGABRT and JAX_SAYS in victim.output
     told = victim.status == EXIT_OTHER_WORKER_FAILED and planted.place in TOLD
     own = fault.status is None or victim.status in fault.status or of_jax or told
-    if not own:
+    # A worker whose machine is cut off has not met the others either.
+    is_alone = fault.on_machines and planted.place == "start"
+    if not (own or (is_alone and victim.status == EXIT_CLUSTER_NOT_FORMED)):
         wrong.append(f"the worker itself ended with {victim.status}")
     allowed = fault.others
     if fault.says and planted.place == "start":
         allowed = (*allowed, EXIT_CLUSTER_NOT_FORMED)
+    if (
+        len({end.status == 0 for end in [victim, *others.values()]}) > 1
+        and 0 in allowed
+    ):
+        wrong.append("some workers succeeded and others failed")
     for rank, end in others.items():
         of_jax = end.status == -signal.SIGABRT and _jax_came_first(planted, end)
         if end.status not in allowed and not of_jax:
@@ -179,9 +200,11 @@ def _said(
             lines = [line for line in lines if OPERATION.search(line)]
         if lines:
             message = lines[0]
-        elif not _jax_came_first(planted, end):
+        elif _jax_came_first(planted, end):
+            message = message or f"{JAX_SAYS} ..."
+        elif end.status != 0:
             silent.append(rank)
-    return message or f"{JAX_SAYS} ...", silent
+    return message, silent
 
 
 def _processes(groups: list[int]) -> list[str]:

@@ -20,7 +20,9 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
-from tests.faults.table import CALLED, OF_CHIEF, Planted
+from tests.distributed.links import Links
+from tests.distributed.machines import Machine, join_as_worker
+from tests.faults.table import CALLED, FAULTS, OF_CHIEF, Planted
 from tests.processes import wait_until
 
 # The file that tells when the fault happened.
@@ -32,13 +34,17 @@ X = np.random.default_rng(3).normal(size=(16, 6)).astype("float32")
 Y = (X[:, :3].argmax(axis=1)).astype("int32")
 
 
-def work(planted: dict, folder: str) -> None:
+def work(
+    planted: dict, folder: str, machines: list[Machine], links: Links | None
+) -> None:
     """Calls the program of a worker; see `harness`."""
+    if machines:
+        join_as_worker([machine.address for machine in machines], machines)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Who forked this process may have asked for the folder already.
     tempfile.tempdir = os.environ["TMPDIR"]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    program = Program(Planted(**planted), pathlib.Path(folder))
+    program = Program(Planted(**planted), pathlib.Path(folder), links)
     make = ks.MultiWorkerMirroredStrategy  # what it needs is imported by now
     program.come("start")
     if program.planted.place != "start":
@@ -55,12 +61,14 @@ class Program:
         planted: The fault.
         folder: Where files go.
         here: Whether it is planted in this worker.
+        links: The links between the workers' machines, if they have any.
         strategy: The strategy, once it is there.
         kept: What is not to be closed meanwhile.
     """
 
-    def __init__(self, planted: Planted, folder: pathlib.Path):
+    def __init__(self, planted: Planted, folder: pathlib.Path, links: Links | None):
         self.planted, self.folder = planted, folder
+        self.links: Any = links
         task = json.loads(os.environ["TF_CONFIG"])["task"]
         self.here = task["index"] == planted.victim
         self.strategy: Any = None
@@ -90,7 +98,9 @@ class Program:
         again = place in CALLED and self._rounds > self.planted.round
         if self._rounds != self.planted.round and not (again and fault in FAILS):
             return
-        if fault in SUDDEN and place in OF_CHIEF:
+        # A machine is cut off before its worker joins, not a random time later.
+        is_cut = place == "start" and self.links is not None
+        if fault in SUDDEN and (place in OF_CHIEF or is_cut):
             self._suddenly(SUDDEN[fault])
         elif fault in SUDDEN:
             timer = threading.Timer(delay, self._suddenly, [SUDDEN[fault]])
@@ -115,6 +125,11 @@ class Program:
     def _suddenly(self, what: Callable[["Program"], object]) -> None:
         self.note()
         what(self)
+
+    @property
+    def batch_size(self) -> int:
+        """A number of rows that the workers can split evenly, as JAX needs it."""
+        return 6 if self.planted.workers == 3 else 8
 
     @property
     def client(self) -> Any:
@@ -155,6 +170,18 @@ SUDDEN: dict[str, Callable[[Program], object]] = {
     "abort": lambda program: os.abort(),
     "its connection is cut": _cut,
     "it sends an invalid message": _no_message,
+    "its machine is cut off": lambda program: program.links.cut(program.planted.victim),
+    "its machine cannot send": lambda program: program.links.stop_sending(
+        program.planted.victim
+    ),
+    "its machine cannot receive": lambda program: program.links.stop_receiving(
+        program.planted.victim
+    ),
+    "another worker and it are cut off from each other": (
+        lambda program: program.links.separate(1, 2)
+    ),
+    "the network delays by 50 ms": lambda program: program.links.set_all(delay_ms=50),
+    "the network loses 2 %": lambda program: program.links.set_all(loss=0.02),
 }
 
 
@@ -175,6 +202,10 @@ def _connect_as_foreign_program(program: Program) -> None:
     program.kept = connections
 
 
+def _use_wrong_interface(program: Program) -> None:
+    os.environ["KERAS_STRATEGY_INTERFACE"] = "eth1"
+
+
 # Of what the program does itself, what it does each time.
 FAILS = ("ValueError", "MemoryError", "sys.exit(3)")
 # What the program does itself.
@@ -186,6 +217,7 @@ IN_THE_PROGRAM: dict[str, Callable[[Program], object]] = {
     "it never comes": lambda program: time.sleep(FOR_EVER),
     "it ends early": lambda program: sys.exit(0),
     "a foreign program connects": _connect_as_foreign_program,
+    "the wrong interface": _use_wrong_interface,
 }
 
 
@@ -319,15 +351,34 @@ def fit(program: Program, own: str = "", **arguments: Any) -> None:
         arguments["steps_per_epoch"] = 2
     elif "x" not in arguments:
         arguments |= {"x": x, "y": y}
-        arguments["batch_size"] = 4 if does("another batch size") else 8
-    # The only fault after which training is to end as usual.
-    ends = program.planted.fault == "a foreign program connects"
+        size = 4 if does("another batch size") else program.batch_size
+        arguments["batch_size"] = size
     model.fit(
-        epochs=1 if ends else 1_000_000,
+        epochs=1 if FAULTS[program.planted.fault].survived else 1_000_000,
         verbose=0,
         callbacks=callbacks,
         **arguments,
     )
+
+
+def fit_twice(program: Program) -> None:
+    """Train without the fault, then with it, and require the same weights."""
+    found: list[list[np.ndarray]] = []
+
+    def on_batch_end(batch, logs):
+        if len(found) == 2:
+            program.come("two fits")
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=on_batch_end)
+    # The first fit of a process may sum gradients in another order than later ones.
+    for epochs in (1, 4, 4):
+        keras.utils.set_random_seed(1)
+        model = compiled(program)
+        arguments = {"batch_size": program.batch_size, "callbacks": [callback]}
+        model.fit(X, Y, epochs=epochs, verbose=0, **arguments)
+        found.append(model.get_weights())
+    for expected, weight in zip(*found[1:], strict=True):
+        np.testing.assert_array_equal(weight, expected)
 
 
 def fit_of_own(place: str) -> Callable[[Program], None]:
@@ -377,7 +428,7 @@ def evaluate(program: Program, own: str = "") -> None:
     """Evaluates for ever."""
     model = compiled(program, own)
     for _ in program.rounds("evaluate"):
-        model.evaluate(X, Y, batch_size=8, verbose=0)
+        model.evaluate(X, Y, batch_size=program.batch_size, verbose=0)
 
 
 def predict(program: Program, own: str = "") -> None:
@@ -478,6 +529,7 @@ PLACES: dict[str, Callable[[Program], None]] = {
     "ModelCheckpoint": checkpoints,
     "BackupAndRestore": backups,
     "own rows": own_rows,
+    "two fits": fit_twice,
     "test_step": lambda program: evaluate(program, "test_step"),
     "predict_step": lambda program: predict(program, "predict_step"),
     **{place: fit_of_own(place) for place in ("train_step", "loss", "metric", "layer")},

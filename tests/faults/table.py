@@ -27,13 +27,15 @@ CALLED = (
     *("train_step", "test_step", "predict_step", "loss", "metric", "layer"),
     *("run's function", "own rows", "on_epoch_end"),
 )
+# Where each worker exchanges values with each other one, not only with the chief.
+BETWEEN_ALL = ("fit", "evaluate", "run", "reduce")
 # What the chief alone calls, in the middle of a save.
 OF_CHIEF = ("save_own_variables",)
 # Of an exception here all are told before it goes on, and raise one of it themselves:
 # the first of them ends the others.
 TOLD = ("reading data", "own rows", *OF_CHIEF)
 
-EXIT_OTHER_WORKER_FAILED = 76
+EXIT_CLUSTER_NOT_FORMED, EXIT_OTHER_WORKER_FAILED = 69, 76
 GONE = "{victim} disconnected without notice"
 # Before it has joined, nobody has known it.
 NOT_THERE = f"{{victim}} has not arrived within {TIMEOUT_SECONDS} s"
@@ -56,6 +58,9 @@ class Fault:
         others: The exit statuses that the others may have.
         silent: Whether nobody can see it until the timeout has passed.
         stopped: Whether the worker itself can do nothing until it is told to go on.
+        on_machines: Whether each worker has a simulated machine of its own.
+        survived: Whether training may continue, and therefore ends.
+        seconds: How long the others may take to end, if not as long as usual.
     """
 
     name: str
@@ -65,6 +70,9 @@ class Fault:
     others: tuple[int, ...] = (EXIT_OTHER_WORKER_FAILED,)
     silent: bool = False
     stopped: bool = False
+    on_machines: bool = False
+    survived: bool = False
+    seconds: float | None = None
 
 
 def _gone(name: str, status: int) -> Fault:
@@ -92,6 +100,20 @@ def _differs(name: str, says: str = DIFFER) -> Fault:
         (1, EXIT_OTHER_WORKER_FAILED),
         (1, EXIT_OTHER_WORKER_FAILED),
     )
+
+
+def _loses_network(name: str) -> Fault:
+    return Fault(
+        name,
+        ROUNDS,
+        f"{GONE}|{NOT_THERE}",
+        (EXIT_OTHER_WORKER_FAILED,),
+        on_machines=True,
+    )
+
+
+def _slows_network(name: str) -> Fault:
+    return Fault(name, ("two fits",), "", (0,), (0,), on_machines=True, survived=True)
 
 
 FAULTS = {
@@ -155,7 +177,7 @@ FAULTS = {
             (69,),
             silent=True,
         ),
-        Fault("a foreign program connects", ("start",), "", (0,), (0,)),
+        Fault("a foreign program connects", ("start",), "", (0,), (0,), survived=True),
         Fault(
             "a callback of its own waits for all",
             ("fit",),
@@ -188,6 +210,30 @@ FAULTS = {
             DIFFER,
             (1, EXIT_OTHER_WORKER_FAILED),
             (1, EXIT_OTHER_WORKER_FAILED),
+        ),
+        _loses_network("its machine is cut off"),
+        _loses_network("its machine cannot send"),
+        _loses_network("its machine cannot receive"),
+        Fault(
+            "another worker and it are cut off from each other",
+            BETWEEN_ALL,
+            # The chief reaches both, so it cannot see whose link has failed.
+            "{victim}|all workers reached `.*`, and it did not end within",
+            (EXIT_OTHER_WORKER_FAILED,),
+            silent=True,
+            on_machines=True,
+        ),
+        _slows_network("the network delays by 50 ms"),
+        _slows_network("the network loses 2 %"),
+        Fault(
+            "the wrong interface",
+            ("start",),
+            "{victim}, at .* cannot connect to|cannot connect to {victim} at ",
+            (0, EXIT_CLUSTER_NOT_FORMED, EXIT_OTHER_WORKER_FAILED),
+            (0, EXIT_CLUSTER_NOT_FORMED, EXIT_OTHER_WORKER_FAILED),
+            on_machines=True,
+            survived=True,
+            seconds=10,
         ),
     )
 }
@@ -232,6 +278,13 @@ SAMPLE = (
     Planted("sys.exit(3)", "run", 1),
     Planted("it never comes", "start", 1),
     Planted("batches of other rows", "fit", 1),
+    Planted("its machine is cut off", "fit", 1, workers=3, delay=0.01),
+    Planted("the network loses 2 %", "two fits", 1),
+    Planted("its machine cannot send", "reduce", 1),
+    Planted("its machine cannot receive", "evaluate", 0),
+    Planted("the network delays by 50 ms", "two fits", 0, workers=3),
+    Planted("another worker and it are cut off from each other", "fit", 1, workers=3),
+    Planted("the wrong interface", "start", 1),
 )
 
 
@@ -252,6 +305,8 @@ def planted(fault: str, place: str, among: random.Random) -> Planted:
     # A third worker where one can hear what the second does not.
     workers = 3 if among.random() < 0.1 else 2
     victim = among.randrange(workers)
+    if FAULTS[fault].places == BETWEEN_ALL:
+        workers, victim = 3, among.choice((1, 2))
     return Planted(
         fault,
         place,
