@@ -41,6 +41,13 @@ names the worker and what they were doing; and no process, no temporary file and
 that cannot be loaded may be left. A number is how many seconds it took until the last
 of the others had ended, the longest of those that were planted, whose number follows.
 
+Faults of the network are planted between simulated machines, on Linux as root. A
+machine is cut off, or cannot send, or cannot receive; two workers are cut off from each
+other while the chief reaches both; all links delay or lose frames; a worker uses the
+wrong interface. Delay and loss must not change the trained weights, and the wrong
+interface is refused within 10 seconds where it matters. Where two workers are cut off
+from each other, the message names the operation and not the workers.
+
 `make faults` plants them and writes this page; `make test` plants a sample.
 """
 

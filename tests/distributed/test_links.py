@@ -3,7 +3,6 @@
 import contextlib
 import os
 import socket
-import statistics
 import time
 
 import keras
@@ -67,11 +66,11 @@ def passes(one: Machine, other: Machine) -> bool:
 
 def test_delay_is_exact():
     begin = time.monotonic()
-    with simulated_machines(2, delay_ms=20) as machines:
+    with simulated_machines(2, delay_ms=20) as (one, two):
         assert time.monotonic() - begin < 2
-        times = measure_milliseconds(*machines)
-    assert min(times) >= 40
-    assert statistics.median(times) < 44
+        times = measure_milliseconds(one, two)
+    # Not the median: other programs may use the cores.
+    assert 40 <= min(times) < 42
 
 
 def test_fraction_of_frames_is_lost():

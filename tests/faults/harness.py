@@ -170,10 +170,8 @@ def _statuses(
     allowed = fault.others
     if fault.says and planted.place == "start":
         allowed = (*allowed, EXIT_CLUSTER_NOT_FORMED)
-    if (
-        len({end.status == 0 for end in [victim, *others.values()]}) > 1
-        and 0 in allowed
-    ):
+    succeeded = {end.status == 0 for end in (victim, *others.values())}
+    if 0 in allowed and len(succeeded) > 1:
         wrong.append("some workers succeeded and others failed")
     for rank, end in others.items():
         of_jax = end.status == -signal.SIGABRT and _jax_came_first(planted, end)

@@ -281,7 +281,7 @@ SAMPLE = (
     Planted("its machine is cut off", "fit", 1, workers=3, delay=0.01),
     Planted("the network loses 2 %", "two fits", 1),
     Planted("its machine cannot send", "reduce", 1),
-    Planted("its machine cannot receive", "evaluate", 0),
+    Planted("its machine cannot receive", "evaluate", 0, workers=3),
     Planted("the network delays by 50 ms", "two fits", 0, workers=3),
     Planted("another worker and it are cut off from each other", "fit", 1, workers=3),
     Planted("the wrong interface", "start", 1),
