@@ -265,8 +265,6 @@ def join_cluster(
         )
     job = getattr(resolver, "job_identity", "")
     all_local = network.all_local(addresses)
-    interface = options.interface or os.environ.get(network.INTERFACE_VARIABLE)
-    own = network.address_of_interface(interface) if interface else None
     try:
         client = CoordinatorClient(
             rendezvous.rendezvous_address(addresses, job),
@@ -281,7 +279,14 @@ def join_cluster(
         # It sets the exit status.
         process_exit.register(process_exit.ExitHandler())
         raise
-    own = own or (network.LOOPBACK if all_local else client.host)
+    own = network.LOOPBACK if all_local else client.host
+    interface = options.interface or os.environ.get(network.INTERFACE_VARIABLE)
+    if interface:
+        try:
+            own = network.address_of_interface(interface)
+        except ValueError:
+            client.leave()  # so that the others do not wait for this worker
+            raise
     hosts = client.exchange("the addresses of the workers' machines", own)
     # A worker on the chief's machine may have reached it over the loopback.
     hosts = tuple(hosts[0] if network.is_loopback(host) else host for host in hosts)

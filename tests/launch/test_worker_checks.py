@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from keras_strategy.cluster.membership import Cluster
+from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED
 from keras_strategy.launch.cli import main
 from keras_strategy.launch.local_cluster import free_ports
 from keras_strategy.launch.worker_checks import compare_clocks
@@ -118,9 +119,9 @@ def test_missing_worker(rank):
 
 def test_unknown_interface():
     unknown = {"KERAS_STRATEGY_INTERFACE": "eth7"}
-    chief, other = run_doctor(LOCAL, environments=[{}, unknown], seconds=2)
-    assert chief.returncode == other.returncode == 1
-    assert "worker 1 has not arrived" in chief.stdout
+    chief, other = run_doctor(LOCAL, environments=[{}, unknown])
+    assert (chief.returncode, other.returncode) == (EXIT_OTHER_WORKER_FAILED, 1)
+    assert "worker 1 ended while worker 0 was waiting for it" in chief.stderr
     assert "Received: 'eth7'\n      correct what the message names" in other.stdout
 
 
