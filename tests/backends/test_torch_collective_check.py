@@ -5,17 +5,20 @@ import random
 import threading
 
 import keras
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
+import keras_strategy as ks  # noqa: E402
 from keras_strategy.backends.torch.collective_check import CollectiveVerifier  # noqa: E402
 from keras_strategy.core.collectives import (  # noqa: E402
     CHECKSUM_BYTES,
     CHECKSUM_TAIL,
 )
+from keras_strategy.testing import WorkerRunner  # noqa: E402
 
 WORKERS = 3
 
@@ -179,3 +182,32 @@ def test_random_collective_sequences_are_verified(seed):
 
     results, _ = of_all(act)
     assert_differences_noticed(results)
+
+
+def sum_few_numbers() -> list[list]:
+    """Sum values of all workers, some of which floats of 64 bits would round."""
+    workers = ks.MultiWorkerMirroredStrategy().extended.group.workers
+    rank = workers.rank
+    tensors = [
+        torch.tensor([1.5, float("nan"), float("inf"), 0.1]),
+        torch.tensor([[2**60 + rank]]),
+        torch.tensor(1.5 + rank, dtype=torch.bfloat16),
+        torch.tensor(2.0 + 1j),
+        torch.full((2000,), 0.25),
+    ]
+    sums = workers.sum_all("logs", tensors)
+    assert [(t.dtype, t.shape) for t in sums] == [(t.dtype, t.shape) for t in tensors]
+    with pytest.raises(ValueError, match="the same on"):
+        workers.sum_all("logs", [torch.ones(1 + rank)])
+    return [total.flatten()[:4].tolist() for total in sums]
+
+
+def test_few_numbers_are_summed(starter):
+    with WorkerRunner(2, timeout_seconds=120, starter=starter) as runner:
+        results = runner.run(sum_few_numbers)
+    tenth = float(2 * np.float32(0.1))
+    for floats, integer, half, complex_number, many in results:
+        assert floats[0] == 3 and np.isnan(floats[1]) and np.isinf(floats[2])
+        assert floats[3] == tenth
+        assert (integer, half, complex_number) == ([2**61 + 1], [4.0], [4 + 2j])
+        assert many == [0.5] * 4

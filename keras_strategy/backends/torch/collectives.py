@@ -47,6 +47,8 @@ _ALL_GATHER = (
 )
 # Elements from which each worker adds up a part of a tensor, rather than all of it.
 _MIN_SCATTERED = 1 << 14
+# Most numbers of all workers that the chief passes on, such as those of the logs.
+_MAX_BY_CHIEF = 1 << 10
 # Most sets of variables whose gradients are sent early, as each adds hooks to them.
 _MAX_LAYOUTS = 16
 
@@ -277,7 +279,23 @@ class TorchWorkers(WorkerCollectives):
         return self.start_gather(name, part, sizes, buffers)().view(first.shape)
 
     def sum_all(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return map_flattened(lambda flat: self.sum(name, flat), tensors)
+        def sum_flat(flat: torch.Tensor) -> torch.Tensor:
+            is_number = flat.dtype != torch.bool and not flat.is_complex()
+            is_short = self.size * flat.numel() <= _MAX_BY_CHIEF
+            if is_number and is_short and flat.device.type == "cpu":
+                return self._sum_by_chief(name, flat)
+            return self.sum(name, flat)
+
+        return map_flattened(sum_flat, tensors)
+
+    def _sum_by_chief(self, name: str, flat: torch.Tensor) -> torch.Tensor:
+        """Sum few numbers in two messages by way of the chief, instead of a ring."""
+        values = self.cluster.exchange(name, [str(flat.dtype), flat.tolist()])
+        if len({(dtype, len(numbers)) for dtype, numbers in values}) > 1:
+            raise self._mismatch(name, flat, tuple(flat.shape))
+        return functools.reduce(
+            torch.add, [flat.new_tensor(numbers) for _, numbers in values]
+        )
 
     def gather(
         self,
