@@ -3,6 +3,8 @@
 import abc
 import json
 import os
+import socket
+import struct
 from typing import Any, NamedTuple
 
 from keras_strategy.cluster_resolver.base import ClusterResolver, format_master_url
@@ -359,8 +361,16 @@ class MPIClusterResolver(EnvironmentClusterResolver):
 
     @property
     def job_identity(self) -> str:
-        """The job's name in Open MPI; empty with MPICH, which has none."""
-        return os.environ.get("PMIX_NAMESPACE", "")
+        """The job's name in Open MPI; with MPICH on one host, its Hydra process.
+
+        MPICH's launcher does not name its jobs. On several hosts the text is empty.
+        """
+        # Open MPI and Cray's launcher name their jobs.
+        name = os.environ.get("PMIX_NAMESPACE") or os.environ.get("PMI_JOBID", "")
+        if name or os.environ.get("MPI_LOCALNRANKS") != os.environ.get("PMI_SIZE"):
+            return name
+        pid = _find_hydra_proxy()
+        return f"hydra {pid}" if pid else ""
 
     def _describe(self) -> ClusterDescription:
         launcher = _find_launcher()
@@ -388,6 +398,21 @@ class MPIClusterResolver(EnvironmentClusterResolver):
             )
         spec = _place_workers(size, size if is_one_host else 1, host, port)
         return ClusterDescription(spec, "worker", rank)
+
+
+def _find_hydra_proxy() -> int:
+    """Return the pid of the Hydra process that started this worker, or 0."""
+    # It need not be the parent process: a shell may be in between. It created the pair
+    # of sockets PMI_FD. If a program in between has closed this, the number may belong
+    # to a file of this process.
+    try:
+        with socket.socket(fileno=os.dup(int(os.environ["PMI_FD"]))) as pmi:
+            size = struct.calcsize("3i")
+            found = pmi.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    except (AttributeError, KeyError, OSError, ValueError):  # SO_PEERCRED is Linux's
+        return 0
+    pid = struct.unpack("3i", found)[0]
+    return 0 if pid == os.getpid() else pid
 
 
 def _find_launcher() -> MPILauncher:

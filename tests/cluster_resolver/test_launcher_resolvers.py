@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -178,8 +179,40 @@ def test_mpi_on_two_hosts(env, variables):
 def test_mpi_job_identity(env):
     env(OPEN_MPI, PMIX_NAMESPACE="2412511233")
     assert MPIClusterResolver().job_identity == "2412511233"
-    env(MPICH, PMIX_NAMESPACE=None)
+    env(OPEN_MPI, PMIX_NAMESPACE=None)
     assert MPIClusterResolver().job_identity == ""
+
+
+def test_mpich_job_identity(env, tmp_path):
+    """Hydra's process on this host has made a pair of sockets, and starts the workers.
+
+    This process stands for it, and a shell that ends with another command does not
+    become Python.
+    """
+    env(MPICH, PMI_JOBID=None)
+    program = (
+        "from keras_strategy.cluster_resolver import MPIClusterResolver\n"
+        "print(MPIClusterResolver().job_identity)"
+    )
+
+    def identity_of_worker(**variables: str) -> str:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            command = ["sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, program]
+            found = subprocess.run(
+                command,
+                env={**os.environ, "PMI_FD": str(theirs.fileno()), **variables},
+                pass_fds=[theirs.fileno()],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+        return found.stdout.strip()
+
+    assert identity_of_worker() == f"hydra {os.getpid()}"
+    assert identity_of_worker(PMI_JOBID="7.0") == "7.0"  # Cray's
+    assert identity_of_worker(MPI_LOCALNRANKS="1") == ""  # several hosts
+    assert identity_of_worker(PMI_FD="99") == ""  # closed by another launcher
 
 
 def test_mpi_without_local_size(env):
