@@ -15,7 +15,7 @@ export BACKENDS
 
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-full lint ruff format pyright imports private writing docs \
+.PHONY: help demo test test-full test-launchers lint ruff format pyright imports private writing docs \
     clean equality conformance peer ports compat bench gpu hooks errors names drop-hooks faults \
     pictures gallery wheel
 
@@ -23,6 +23,7 @@ help:
 	@echo "make demo      train on two devices and on one, on every backend"
 	@echo "make test      run every behaviour once, on every backend"
 	@echo "make test-full  run the rest: long tables, combinations and rare faults"
+	@echo "make test-launchers  start programs by torchrun, MPI, Slurm and Ray"
 	@echo "make equality  the table of what equals one device, on every backend"
 	@echo "make conformance  programs on us and on peers; writes docs/conformance.md"
 	@echo "make peer      Keras's own trainer tests inside a scope, on every backend"
@@ -53,6 +54,14 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	@$(VENV)/bin/python tools/run_tests.py --full $(ARGS)
+
+# A quarter of an hour. Installs Open MPI, MPICH and Slurm by apt-get, Ray into build/.
+test-launchers: $(STAMP)
+	@$(VENV)/bin/python -m tools.install_launchers
+	@status=0; for backend in $(BACKENDS); do \
+	    KERAS_BACKEND=$$backend $(VENV)/bin/python -m pytest -q tests/launchers $(ARGS) \
+	        || status=1; \
+	done; exit $$status
 
 equality: $(STAMP)
 	@set -e; for backend in $(BACKENDS); do \

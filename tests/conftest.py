@@ -63,7 +63,7 @@ ENGINELESS = {"benchmarks", "cluster", "launch", "testing"}
 
 # Tests that start processes with a backend: the other parts need no warm starter.
 PROCESSES = {
-    *("faults", "ports", "speed", "distributed"),
+    *("faults", "launchers", "ports", "speed", "distributed"),
     *(
         "test_examples.py",
         "test_imports.py",

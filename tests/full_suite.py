@@ -14,6 +14,7 @@ KEPT = {
     "training/test_sharding.py::test_equality_table_with_sharding": 0,
     # Programs of other authors, of the documentation and of the examples.
     "ports/": 0,
+    "launchers/": 0,
     "test_docstrings.py::test_example": 0,
     "test_examples.py::test_example_runs[": 0,
     "test_examples.py::test_example_runs_on_its_backend": 0,
