@@ -123,10 +123,10 @@ def may_read_argument(function: Any, name: str) -> bool:
         return True
     if name in code.co_cellvars or not _READERS.isdisjoint(code.co_names):
         return True
+    loads = [x for x in dis.get_instructions(code) if x.opname.startswith("LOAD_FAST")]
+    # An instruction of Python 3.13 or later can load two variables.
     return any(
-        instruction.opname.startswith("LOAD_FAST")
-        and (instruction.argval == name or name in instruction.argval)
-        for instruction in dis.get_instructions(code)
+        name in (x.argval if isinstance(x.argval, tuple) else [x.argval]) for x in loads
     )
 
 

@@ -150,7 +150,8 @@ def passes_on(self, batch, logs=None):
 
 
 def has_default(self, batch, logs=None):
-    return self if batch else None
+    all_logs = [self]
+    return all_logs if batch else None
 
 
 def overwrites(self, batch, logs):
