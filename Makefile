@@ -55,7 +55,7 @@ test: $(STAMP)
 test-full: $(STAMP)
 	@$(VENV)/bin/python tools/run_tests.py --full $(ARGS)
 
-# A quarter of an hour. Installs Open MPI, MPICH and Slurm by apt-get, Ray into build/.
+# Half an hour. Installs Open MPI, MPICH and Slurm by apt-get, Ray into build/.
 test-launchers: $(STAMP)
 	@$(VENV)/bin/python -m tools.install_launchers
 	@status=0; for backend in $(BACKENDS); do \
