@@ -13,8 +13,12 @@ CHANGES = {
     "--ntasks-per-node=4": "--ntasks-per-node=2",
     "#SBATCH --gpus-per-node=4\n": "",
 }
-# --wait ends with the job and with its exit code.
-COMMAND = "sbatch --wait --output=out.txt job.sh || { cat out.txt; false; }"
+# `sbatch --wait` looks at the job every 32 seconds only.
+COMMAND = """\
+job=$(sbatch --parsable --output=out.txt job.sh)
+while squeue -h -j $job -o %T | grep -q .; do sleep 0.3; done
+scontrol show job $job | grep -q JobState=COMPLETED || { cat out.txt; false; }
+"""
 SLOW = """
 class Slow(keras.callbacks.Callback):
     epoch = 0
