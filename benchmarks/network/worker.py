@@ -2,8 +2,6 @@
 
 import dataclasses
 import os
-import statistics
-import time
 from collections.abc import Sequence
 
 import keras
@@ -11,10 +9,11 @@ import keras
 import keras_strategy as ks
 from benchmarks.cases import CASES, Case
 from benchmarks.programs import Train
+from benchmarks.scaling.worker import time_call
 from benchmarks.side import program_named
 from tests.distributed.machines import Machine, join_as_worker
 
-PORT, FEW, MANY, ROUNDS = 29_400, 5, 25, 3
+PORT = 29_400
 CASE = dataclasses.replace(CASES[0], batch=96)
 
 
@@ -70,13 +69,4 @@ def time_step(program: str, machines: Sequence[Machine]) -> float:
             GLOO_SOCKET_IFNAME="eth0",
         )
     train = program_named(program)(CASE)
-    train(FEW), train(MANY)
-    seconds = []
-    for _ in range(ROUNDS):
-        begin = time.perf_counter()
-        train(FEW)
-        middle = time.perf_counter()
-        train(MANY)
-        end = time.perf_counter()
-        seconds.append(((end - middle) - (middle - begin)) / (MANY - FEW))
-    return statistics.median(seconds)
+    return time_call(train, 5, 25, rounds=3)

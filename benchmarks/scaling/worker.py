@@ -50,11 +50,13 @@ def _bytes_of_weights(model: keras.Model) -> int:
     return sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables)
 
 
-def _per_call(call: Callable[[int], object], few: int, many: int) -> float:
+def time_call(
+    call: Callable[[int], object], few: int, many: int, rounds: int = ROUNDS
+) -> float:
     """Seconds of one of the calls, without what does not depend on their number."""
     call(few), call(many)
     differences = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         begin = time.perf_counter()
         call(few)
         middle = time.perf_counter()
@@ -74,7 +76,7 @@ def _step(strategy: ks.Strategy, case) -> float:
         x, y = case.rows(steps * batch)
         model.fit(x, y, batch_size=batch, verbose=0)
 
-    return _per_call(fit, 5, 25)
+    return time_call(fit, 5, 25)
 
 
 def _all_reduce(strategy: ks.Strategy, size: int) -> float:
@@ -101,7 +103,7 @@ def _all_reduce(strategy: ks.Strategy, size: int) -> float:
 
         return call
 
-    return _per_call(runs(summed), 5, 25) - _per_call(runs(same), 5, 25)
+    return time_call(runs(summed), 5, 25) - time_call(runs(same), 5, 25)
 
 
 if __name__ == "__main__":

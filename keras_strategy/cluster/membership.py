@@ -281,12 +281,8 @@ def join_cluster(
         raise
     own = network.LOOPBACK if all_local else client.host
     interface = options.interface or os.environ.get(network.INTERFACE_VARIABLE)
-    if interface:
-        try:
-            own = network.address_of_interface(interface)
-        except ValueError:
-            client.leave()  # so that the others do not wait for this worker
-            raise
+    if interface:  # not before it has joined: an error ends the others as well
+        own = network.address_of_interface(interface)
     hosts = client.exchange("the addresses of the workers' machines", own)
     # A worker on the chief's machine may have reached it over the loopback.
     hosts = tuple(hosts[0] if network.is_loopback(host) else host for host in hosts)

@@ -39,7 +39,6 @@ _CLOCK_ROUNDS, _MAX_CLOCK_SECONDS = 3, 1.0
 
 
 def main(timeout_seconds: float) -> int:
-    advice = correct = "correct what the message names"
     detection = detect()
     if not detection:
         detail = f"none was found. Looked for:\n{detection}"
@@ -48,6 +47,7 @@ def main(timeout_seconds: float) -> int:
             "keras-strategy run, or with TF_CONFIG set on each machine"
         )
         return report([("cluster", Finding(False, detail, advice))])
+    advice = "correct what the message names"
     try:
         resolver: Any = detection.resolver()
         workers = membership.find_workers(resolver)
@@ -56,7 +56,7 @@ def main(timeout_seconds: float) -> int:
         _, names, addresses = workers
         host, port = rendezvous.rendezvous_address(addresses, resolver.job_identity)
         own = [f"{a} ({i})" for a, i in network.find_interfaces().items() if i != "lo"]
-        advice = (
+        meet = (
             f"start this command in all {len(names)} workers at the same time, with "
             f"the same {rendezvous.SECRET_VARIABLE}. On every machine, {host} must "
             f"stand for an address of {names[0]}'s machine, whose firewall must accept "
@@ -67,8 +67,9 @@ def main(timeout_seconds: float) -> int:
         options = CommunicationOptions(timeout_seconds=timeout_seconds)
         cluster = membership.join_cluster(resolver, options)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        fix = advice if isinstance(error, ClusterError) else correct
-        return report([("cluster", Finding(False, str(error), fix))])
+        if isinstance(error, ClusterError):
+            advice = meet
+        return report([("cluster", Finding(False, str(error), advice))])
     assert cluster is not None
     facts = cluster.exchange("facts", _collect_facts(cluster))
     ports = _connect_all(cluster, facts[0]["backend"])

@@ -45,8 +45,9 @@ class ClosedGroup:
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(
-            "This strategy was closed, so it has no replicas. Create another one, and "
-            "load the model in its scope. Values of variables can still be read."
+            "This strategy was closed, so it has no replicas. Save a model before "
+            "`close()`. Now only `get_weights()` works: pass its result to "
+            "`set_weights` of the same model in another strategy."
         )
 
 
@@ -546,11 +547,11 @@ class Strategy(Reports):
     def close(self) -> None:
         """Disconnect from the other workers, so that this process can join others.
 
-        Each worker calls it after its last step. It closes all strategies of this
-        process that share the connection; models in their scopes keep their values, but
-        no longer train. On JAX and TensorFlow, whose connections last as long as the
-        process, the next strategy must have the same workers. A strategy without other
-        workers stays as it is.
+        Each worker calls it after its last step, and saves models before. It closes all
+        strategies of this process that share the connection; of models in their scopes
+        only the weights can still be read. On JAX and TensorFlow, whose connections
+        last as long as the process, the next strategy must have the same workers. A
+        strategy without other workers stays as it is.
 
         A strategy that nothing refers to any more, and no model either, is closed when
         the process joins other workers.

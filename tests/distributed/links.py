@@ -31,7 +31,7 @@ _QUEUE_SECONDS = 0.1
 
 
 class Link(NamedTuple):
-    """What happens to the frames from one machine to another."""
+    """Delay, loss and rate of the frames from one machine to another."""
 
     delay_seconds: float = 0.0
     loss: float = 0.0

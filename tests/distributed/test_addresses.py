@@ -1,5 +1,7 @@
 """Workers that are given by the addresses or names of their machines."""
 
+import json
+import os
 import socket
 from collections.abc import Sequence
 
@@ -127,6 +129,20 @@ def test_blocked_connection_is_reported(starter):
         ):
             assert text in end.output
     assert EXIT_CLUSTER_NOT_FORMED in {end.exit_status for end in ends}
+
+
+def train_with_unknown_interface() -> None:
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
+        os.environ["KERAS_STRATEGY_INTERFACE"] = "eth7"
+    train_at(["127.0.0.1"] * 2)
+
+
+def test_unknown_interface_ends_all_workers(two_workers):
+    two_workers.start(train_with_unknown_interface)
+    ends = two_workers.wait()
+    assert [end.exit_status for end in ends] == [EXIT_OTHER_WORKER_FAILED, 1]
+    for end in ends:
+        assert "Expected `interface`" in end.output and "'eth7'" in end.output
 
 
 def create_two_strategies() -> str:
