@@ -81,8 +81,8 @@ class Watch:
         self._counts = False
 
     def _note(self, operation: str) -> None:
-        # Of a callback of one's own the workers ask whether it stops.
-        if self._counts and operation != "whether to stop":
+        # Not of the input: whether a callback stops, and the sums of logs on torch.
+        if self._counts and operation not in ("whether to stop", "logs"):
             self.asked.append(operation)
 
     @contextlib.contextmanager
