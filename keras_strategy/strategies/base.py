@@ -566,7 +566,7 @@ class Strategy(Reports):
         import keras_strategy as ks
 
         with contextlib.closing(ks.MultiWorkerMirroredStrategy()) as strategy:
-            assert strategy.reduce("sum", 1.0) == 1.0
+            assert strategy.reduce("mean", 1.0) == 1.0
         ```
         """
         context.require_cross_replica(self, "close")
