@@ -34,6 +34,7 @@ from keras_strategy.options import (
     RunOptions,
 )
 from keras_strategy.strategies.base import Strategy
+from keras_strategy.strategies.elastic import run_elastic
 from keras_strategy.strategies.extended import StrategyExtended
 from keras_strategy.strategies.inspect import profile, visualize
 from keras_strategy.strategies.mirrored import (
@@ -106,6 +107,7 @@ __all__ = [
     "plan",
     "predict",
     "profile",
+    "run_elastic",
     "scale_regularization_loss",
     "tpu",
     "value_and_grad",

@@ -8,6 +8,7 @@ failure is noticed whatever the main thread does.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import os
 import queue
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from keras_strategy.cluster import (
+    elastic,
     network,
     process_exit,
     rendezvous,
@@ -41,6 +43,8 @@ _EXIT_SECONDS = 10.0
 _GRACE_SECONDS = 1.0
 # Every worker raises these by itself: one that has left has raised it, too.
 _RAISED_BY_ALL = WorkerFailedError, WorkersDifferError, WorkerInputError
+# Time for an elastic worker to get out of an operation after the workers have failed.
+_ESCAPE_SECONDS = 5.0
 # Longest parts of an exception that are sent to the others.
 _MAX_MESSAGE, _MAX_TRACE = 2_000, 20_000
 
@@ -61,6 +65,7 @@ class CoordinatorClient(process_exit.ExitHandler):
         timeout_seconds: float | None = None,
         *,
         exit_process: bool = False,
+        is_elastic: bool = False,
         secret: str | None = None,
         all_local: bool = False,
     ):
@@ -77,7 +82,7 @@ class CoordinatorClient(process_exit.ExitHandler):
         self.failure: str | None = None
         self.failed = threading.Event()
         self.left = False
-        self._exit_process = exit_process
+        self._exit_process, self._is_elastic = exit_process, is_elastic
         # Whether the thread ends the process when the workers fail.
         self._thread_exits = False
         self._leave_callbacks: list[Callable[[], None]] = []
@@ -103,11 +108,15 @@ class CoordinatorClient(process_exit.ExitHandler):
                 address = self._coordinator.address
             claim = {"rank": rank, "names": self._names}
             self._rank_claim = rendezvous.claim_rank(address, claim, secret)
-            self._thread.run(self._connect(address, claim, secret))
-        except BaseException:
+            self._thread.run(
+                self._connect(address, claim, secret), elastic.must_leave_cluster
+            )
+        except BaseException as error:
             self.leave()
+            if isinstance(error, concurrent.futures.CancelledError):
+                raise ClusterError("The workers changed while they met.") from None
             raise
-        self._thread_exits = exit_process
+        self._thread_exits = exit_process and not is_elastic
 
     @property
     def host(self) -> str:
@@ -361,7 +370,17 @@ class CoordinatorClient(process_exit.ExitHandler):
             self._all_arrived.set_exception(kind(text))
         if self._thread_exits:
             self._exit()
+        if self._is_elastic:
+            self._exit_if_stuck(None)
         self._wake()
+
+    def _exit_if_stuck(self, operation: watchdog.Operation | None) -> None:
+        """Exit if the main thread does not get out of an operation."""
+        current = self.trace.operation
+        if current is not None and current is operation:
+            self._exit()
+        later = _ESCAPE_SECONDS, self._exit_if_stuck, current
+        self._thread.loop.call_later(*later)
 
     def _exit(self) -> NoReturn:
         text = f"keras_strategy: {self._name} ends. {self.failure}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_strategy.cluster import network, process_exit, rendezvous
+from keras_strategy.cluster import elastic, network, process_exit, rendezvous
 from keras_strategy.cluster.client import CoordinatorClient
 from keras_strategy.cluster_resolver import cluster_spec
 from keras_strategy.errors import ClusterError
@@ -228,6 +228,7 @@ def join_cluster(
 ) -> Cluster | None:
     """Join the cluster, at most one at a time; return None where it trains alone."""
     global _joined
+    elastic.check_has_joined()
     found = None if resolver is None else find_workers(resolver)
     if found is None:
         return None
@@ -272,6 +273,7 @@ def join_cluster(
             names,
             options.timeout_seconds,
             exit_process=True,
+            is_elastic=can_leave and elastic.elastic_worker() is not None,
             secret=os.environ.get(rendezvous.SECRET_VARIABLE) or job,
             all_local=all_local,
         )

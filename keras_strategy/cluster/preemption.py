@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from keras_strategy.cluster import elastic
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.cluster.process_exit import EXIT_PREEMPTED
 from keras_strategy.options import TerminationConfig
@@ -95,10 +96,10 @@ class Preemption:
         """Return the action of all workers after an epoch, which is not a step."""
         if self._ended:
             return NextAction.CONTINUE
-        since, is_due = self.notice.since, False
+        since, is_due = self.notice.since, elastic.must_leave_cluster()
         if since is not None:
             left = since + (self._config.grace_period or 0.0) - time.monotonic()
-            is_due = left <= _MARGIN * (2 * self._step_seconds + self._save_seconds)
+            is_due |= left <= _MARGIN * (2 * self._step_seconds + self._save_seconds)
         states = [[since is not None, is_due]]
         if self._cluster is not None:
             states = self._cluster.exchange("whether to end", states[0])
@@ -120,6 +121,8 @@ class Preemption:
 
     def end(self) -> None:
         self.notice.stop()
+        if self.notice.since is None and elastic.elastic_worker() is not None:
+            raise elastic.WorkersChangedError
         if self._config.exit_fn is None:
             sys.exit(EXIT_PREEMPTED)
         self._config.exit_fn()

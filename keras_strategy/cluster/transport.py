@@ -6,6 +6,7 @@ A message is one JSON object on a line of its own. Nothing is unpickled.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import hmac
 import json
@@ -19,6 +20,7 @@ PROTOCOL = "keras_strategy coordination 2"
 
 # Longest line, in bytes, that a worker may send.
 MAX_LINE = 1 << 20
+_POLL_SECONDS = 0.1
 
 
 class ProtocolError(Exception):
@@ -132,8 +134,17 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> T:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        while is_cancelled is not None and not future.done():
+            concurrent.futures.wait([future], _POLL_SECONDS)
+            if is_cancelled():
+                future.cancel()
+        return future.result()
 
     def stop(self, seconds: float) -> None:
         self.call_soon(self._stopped.set)

@@ -195,7 +195,7 @@ def back_up_fit(
         )
     (backup,) = found
     # Backups at the end of an epoch need no state within it.
-    each_batch = backup.save_freq != "epoch" or bool(backup.save_before_preemption)
+    each_batch = backup.save_freq != "epoch" or backup.saves_on_demand
     data = dataset_state.dataset_state_of(arguments.get("x"), each_batch)
     fit = ResumableFit(strategy, model, backup, data, callbacks)
     saver = backup.saver(fit)

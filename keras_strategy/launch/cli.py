@@ -5,6 +5,7 @@ for Keras.
 """
 
 import argparse
+import functools
 import importlib
 import os
 import re
@@ -33,6 +34,9 @@ examples:
   keras-strategy run --workers 4 --max-restarts 3 -m my_package.train"""
 _DEVICES = "logical CPU devices of each worker (default: the backend's own)"
 _RESTARTS = "how often to restart all workers when one failed or was preempted"
+_MIN_WORKERS = (
+    "the others go on while so many are left; for programs that call run_elastic"
+)
 _FINGERPRINT = "write and print the fingerprint of the trained model's bits"
 _GRACE = "time to end after SIGTERM, before SIGKILL"
 _INFO_EXAMPLES = """\
@@ -137,11 +141,20 @@ def main(args: Sequence[str] | None = None) -> int:
             "a Python script, or -m and the name of a module"
         )
 
+    from keras_strategy.launch.elastic import ElasticLauncher
     from keras_strategy.launch.launcher import Launcher
 
+    kind = Launcher
+    if options.min_workers is not None:
+        if options.min_workers > options.workers:
+            options.fail(
+                f"argument --min-workers: expected at most --workers {options.workers}"
+                f". Received: {options.min_workers}"
+            )
+        kind = functools.partial(ElasticLauncher, min_workers=options.min_workers)
     program = ["-m", options.program] if options.module else [options.program]
     try:
-        return Launcher(
+        return kind(
             (sys.executable, *program, *options.arguments),
             options.workers,
             options.devices_per_worker,
@@ -189,6 +202,7 @@ def _parser() -> argparse.ArgumentParser:
         run,
         ("devices-per-worker", _int_from(1), None, "M", _DEVICES),
         ("max-restarts", _int_from(0), 0, "R", _RESTARTS),
+        ("min-workers", _int_from(1), None, "N", _MIN_WORKERS),
         ("grace-seconds", _seconds, 30, "S", _GRACE),
         ("fingerprint", str, None, "FILE", _FINGERPRINT),
     )

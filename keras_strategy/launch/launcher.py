@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import BinaryIO
 
 from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED
@@ -85,6 +85,14 @@ class Launcher:
             return {}
         return {"KERAS_STRATEGY_FINGERPRINT": os.path.abspath(self.fingerprint)}
 
+    @property
+    def team_restarts(self) -> int:
+        """How often all workers start again together."""
+        return self.max_restarts
+
+    def create_team(self, signals: list[int]) -> "WorkerTeam":
+        return WorkerTeam(self, signals)
+
     def run(self) -> int:
         """Run the command to its end in the main thread; return its exit code."""
         # That is 0, or the code of the worker that failed first; 130 after SIGINT.
@@ -93,23 +101,22 @@ class Launcher:
         with record_signals() as signals:
             restarts = failures = 0
             while True:
-                failure = _WorkerTeam(self, signals).run()
+                failure = self.create_team(signals).run()
                 if failure is None:
                     return self._report_fingerprint()
                 worker, last_lines = failure
                 status = worker.wait()
                 reason = f"{worker.name} {exit_text(status)}."
                 preempted = status == EXIT_PREEMPTED
-                if signals or restarts == self.max_restarts:
+                if signals or restarts == self.team_restarts:
                     break
                 # A preempted worker has done its part: it need not wait any longer.
                 failures = 0 if preempted else failures + 1
-                seconds = _FIRST_WAIT_SECONDS * 2 ** max(0, failures - 1)
-                seconds = min(seconds, _LONGEST_WAIT_SECONDS)
+                seconds = restart_seconds(failures)
                 restarts += 1
-                _print(
+                print_line(
                     f"{reason} All workers start again in {seconds:.0f} s "
-                    f"(restart {restarts} of {self.max_restarts})."
+                    f"(restart {restarts} of {self.team_restarts})."
                 )
                 until = time.monotonic() + seconds
                 while not signals and time.monotonic() < until:
@@ -117,11 +124,11 @@ class Launcher:
                 if signals:
                     break
             if signals or preempted:
-                _print(reason)
+                print_line(reason)
             elif not last_lines:
-                _print(f"{reason} It wrote nothing.")
+                print_line(f"{reason} It wrote nothing.")
             else:
-                _print(f"{reason} Its last output:", last_lines)
+                print_line(f"{reason} Its last output:", last_lines)
             # After SIGINT, workers may end in different ways.
             if signal.SIGINT in signals:
                 return 128 + signal.SIGINT
@@ -133,23 +140,29 @@ class Launcher:
             return 0
         file = pathlib.Path(self.fingerprint)
         if not file.exists():
-            _print(
+            print_line(
                 f"There is no fingerprint for {file}, as the program calls no `fit`."
             )
             return 1
         sha256 = json.loads(file.read_text(encoding="utf-8"))["sha256"]
-        _print(f"The trained model has the fingerprint {sha256}, see {file}.")
+        print_line(f"The trained model has the fingerprint {sha256}, see {file}.")
         return 0
 
 
-def _print(text: str, lines: Sequence[bytes] = ()) -> None:
+def print_line(text: str, lines: Sequence[bytes] = ()) -> None:
     sys.stdout.flush()
     print(f"keras-strategy: {text}", file=sys.stderr, flush=True)
     sys.stderr.buffer.write(b"".join(line + b"\n" for line in lines))
     sys.stderr.buffer.flush()
 
 
-class _WorkerTeam:
+def restart_seconds(failures: int) -> float:
+    """Return how long to wait before a restart, after so many failures in a row."""
+    seconds = _FIRST_WAIT_SECONDS * 2 ** max(0, failures - 1)
+    return min(seconds, _LONGEST_WAIT_SECONDS)
+
+
+class WorkerTeam:
     """Workers of one attempt, which start together and end together."""
 
     def __init__(self, launcher: Launcher, signals: list[int]) -> None:
@@ -164,20 +177,7 @@ class _WorkerTeam:
     def run(self) -> tuple[WorkerProcess, list[bytes]] | None:
         """Run the workers to their end; return the first that failed, and its lines."""
         try:
-            self._start()
-            self._watch = ProcessWatch(self._workers)
-            end_at = math.inf
-            while self._watch.running:
-                self._forward_output()
-                self._forward_signals()
-                if (status := self._watch.poll()) is not None:
-                    # The worker that caused it is about to report why; preempted ones
-                    # end together.
-                    is_effect = status in (EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED)
-                    end_at = time.monotonic() + (_CAUSE_SECONDS if is_effect else 0)
-                if time.monotonic() >= end_at:
-                    end_at = math.inf
-                    self._end_workers(signal.SIGTERM)
+            failed = self._supervise()
             until = time.monotonic() + _DRAIN_SECONDS
             while self._selector.get_map() and time.monotonic() < until:
                 self._forward_output()
@@ -193,38 +193,63 @@ class _WorkerTeam:
                 worker.stderr.close()
             self._guard.close()
             self._selector.close()
-        failed = self._watch.failed
         if failed is None:
             return None
         # Its traceback may have arrived after its end was noticed.
         return self._workers[failed], failure_lines(self._last_lines[failed])
 
-    def _start(self) -> None:
+    def _supervise(self) -> int | None:
+        """Run the workers to their end; return the number of the one that failed."""
         count = self._launcher.workers
         cluster = LocalCluster.on_free_ports(
             count, devices_per_worker=self._launcher.devices_per_worker
         )
         for rank in range(count):
-            worker = WorkerProcess(
-                cluster.name(rank),
-                self._launcher.command,
-                thread_limits(count)
-                | os.environ
-                | self._launcher.variables
-                | cluster.variables(rank),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-            self._guard.send("+", worker.pid)
-            self._workers.append(worker)
-            last_lines = collections.deque[bytes](maxlen=_MAX_LAST_LINES)
-            self._last_lines.append(last_lines)
-            for source, target in (
-                (worker.stdout.fileno(), sys.stdout.buffer),
-                (worker.stderr.fileno(), sys.stderr.buffer),
-            ):
-                stream = PrefixedStream(source, target, worker.name, rank, last_lines)
-                self._selector.register(source, selectors.EVENT_READ, stream)
+            self._start_worker(rank, cluster.name(rank), cluster.variables(rank))
+        self._watch = ProcessWatch(self._workers)
+        end_at = math.inf
+        while self._watch.running:
+            self._forward_output()
+            self._forward_signals()
+            if (status := self._watch.poll()) is not None:
+                # The worker that caused it is about to report why; preempted ones end
+                # together.
+                is_effect = status in (EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED)
+                end_at = time.monotonic() + (_CAUSE_SECONDS if is_effect else 0)
+            if time.monotonic() >= end_at:
+                end_at = math.inf
+                self._end_workers(signal.SIGTERM)
+        return self._watch.failed
+
+    def _start_worker(
+        self,
+        rank: int,
+        name: str,
+        variables: Mapping[str, str],
+        descriptors: Sequence[int] = (),
+    ) -> WorkerProcess:
+        worker = WorkerProcess(
+            name,
+            self._launcher.command,
+            thread_limits(self._launcher.workers)
+            | os.environ
+            | self._launcher.variables
+            | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            descriptors=descriptors,
+        )
+        self._guard.send("+", worker.pid)
+        self._workers.append(worker)
+        last_lines = collections.deque[bytes](maxlen=_MAX_LAST_LINES)
+        self._last_lines.append(last_lines)
+        for source, target in (
+            (worker.stdout.fileno(), sys.stdout.buffer),
+            (worker.stderr.fileno(), sys.stderr.buffer),
+        ):
+            stream = PrefixedStream(source, target, name, rank, last_lines)
+            self._selector.register(source, selectors.EVENT_READ, stream)
+        return worker
 
     def _forward_signals(self) -> None:
         for number in self._signals[self._num_forwarded :]:

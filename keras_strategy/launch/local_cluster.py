@@ -16,6 +16,7 @@ from keras_strategy.cluster.rendezvous import (
     SECRET_VARIABLE,
     reserve_name,
 )
+from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 
 _LOWEST_PORT = 10_000
 # As the C library, Python, torch's store and gRPC write it.
@@ -43,6 +44,7 @@ class LocalCluster:
         devices_per_worker: The logical CPU devices of each worker; None keeps the
             backend's own.
         secret: The secret by which the workers recognise each other.
+        indices: The index of each worker, by rank, where they have gaps.
 
     Example:
 
@@ -62,30 +64,43 @@ class LocalCluster:
     secret: str = dataclasses.field(
         default_factory=lambda: secrets.token_hex(32), repr=False
     )
+    indices: tuple[int, ...] = ()
 
     @classmethod
     def on_free_ports(
-        cls, workers: int, chief: bool = False, devices_per_worker: int | None = None
+        cls,
+        workers: int,
+        chief: bool = False,
+        devices_per_worker: int | None = None,
+        indices: tuple[int, ...] = (),
     ) -> "LocalCluster":
         """Return a cluster of so many workers on free ports."""
         rendezvous_port, *ports = free_ports(workers + 1)
-        return cls(tuple(ports), rendezvous_port, chief, devices_per_worker)
+        return cls(
+            tuple(ports),
+            rendezvous_port,
+            chief,
+            devices_per_worker,
+            indices=indices,
+        )
 
     def task(self, rank: int) -> tuple[str, int]:
         if self.chief:
             return ("chief", 0) if rank == 0 else ("worker", rank - 1)
-        return "worker", rank
+        return "worker", self.indices[rank] if self.indices else rank
 
     def name(self, rank: int) -> str:
         task_type, index = self.task(rank)
         return f"{task_type} {index}"
 
     def variables(self, rank: int) -> dict[str, str]:
-        cluster: dict[str, list[str]] = {}
+        jobs: dict[str, dict[int, str]] = {}
         for other, port in enumerate(self.ports):
-            cluster.setdefault(self.task(other)[0], []).append(f"127.0.0.1:{port}")
+            task_type, index = self.task(other)
+            jobs.setdefault(task_type, {})[index] = f"127.0.0.1:{port}"
         task_type, index = self.task(rank)
         task = {"type": task_type, "index": index}
+        cluster = ClusterSpec(jobs).as_dict()
         variables = {
             "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
             PORT_VARIABLE: str(self.rendezvous_port),

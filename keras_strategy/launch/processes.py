@@ -91,6 +91,7 @@ class WorkerProcess(Process):
         stdin: Any = subprocess.DEVNULL,
         stdout: Any = None,
         stderr: Any = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
         super().__init__(name)
         self._popen = subprocess.Popen(
@@ -100,6 +101,7 @@ class WorkerProcess(Process):
             stdout=stdout,
             stderr=stderr,
             process_group=0,
+            pass_fds=descriptors,
         )
         self.pid = self._popen.pid
         # The reading ends of `subprocess.PIPE`.

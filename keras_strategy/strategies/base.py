@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 from keras import tree
 
-from keras_strategy.cluster.membership import leave_cluster
+from keras_strategy.cluster.membership import Cluster, leave_cluster
 from keras_strategy.core import context
 from keras_strategy.core.registry import UnsupportedName, get_engine
 from keras_strategy.data import splitting
@@ -49,6 +49,16 @@ class ClosedGroup:
             "`close()`. Now only `get_weights()` works: pass its result to "
             "`set_weights` of the same model in another strategy."
         )
+
+
+def close_strategies(cluster: Cluster) -> None:
+    """Close all strategies of a cluster, and leave it if the backend can."""
+    closed: Any = ClosedGroup()
+    for strategy in cluster.strategies:
+        strategy.extended.group = closed
+    cluster.strategies.clear()
+    if get_engine().can_disconnect:
+        leave_cluster()
 
 
 class StrategyScope(contextlib.AbstractContextManager):
@@ -571,14 +581,8 @@ class Strategy(Reports):
         """
         context.require_cross_replica(self, "close")
         cluster = self._extended.cluster
-        if cluster is None or self not in cluster.strategies:
-            return
-        closed: Any = ClosedGroup()
-        for strategy in cluster.strategies:
-            strategy.extended.group = closed
-        cluster.strategies.clear()
-        if get_engine().can_disconnect:
-            leave_cluster()
+        if cluster is not None and self in cluster.strategies:
+            close_strategies(cluster)
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
         """Return `experimental_local_results(value)`; the old name.

@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 
+from keras_strategy.cluster.elastic import elastic_worker
 from keras_strategy.cluster.preemption import NextAction, Preemption
 from keras_strategy.options import TerminationConfig
 
@@ -132,6 +133,12 @@ class BackupAndRestore(keras.callbacks.Callback):
             if self.delete_checkpoint:
                 self._training.clear()
 
+    @property
+    def saves_on_demand(self) -> bool:
+        """True if all workers save after any batch when one of them has to stop."""
+        is_elastic = self.resumes and elastic_worker() is not None
+        return bool(self.save_before_preemption) or is_elastic
+
     def saver(self, training: Any) -> keras.callbacks.Callback:
         """Return the callback that saves, to run after all others.
 
@@ -139,7 +146,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             training: The training that it saves.
         """
         config = self.save_before_preemption
-        if config:
+        if self.saves_on_demand:
             if not isinstance(config, TerminationConfig):
                 config = TerminationConfig()
             return _SavesBeforePreemption(training, self.save_freq, config)

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def warm(starter):
     """What starts a launcher's workers where Keras and the engine are imported."""
 
-    def start(name, command, environment, stdout, stderr):
+    def start(name, command, environment, stdout, stderr, descriptors=()):
         _, script, *arguments = command
         ours, theirs = zip(os.pipe(), os.pipe(), strict=True)
         with contextlib.ExitStack() as ends:

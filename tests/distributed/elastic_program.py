@@ -1,0 +1,200 @@
+"""Elastic training whose workers are killed at random moments.
+
+    KERAS_BACKEND=torch python -m tests.distributed.elastic_program --kills 50
+
+prints how long training stops after each kill and each join, and how far the weights
+are from those of a training without faults.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[2]
+ROWS, BATCH_SIZE = 330, 32  # 11 batches, the last one uneven
+
+
+def train(folder: pathlib.Path, epochs: int, seconds: float) -> None:
+    """Train, record each batch in the folder, and save the weights there."""
+    import keras
+
+    import keras_strategy as ks
+
+    class Record(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(seconds)
+            entry = [time.time(), os.getpid(), size, os.environ.get("TF_CONFIG")]
+            with open(folder / f"batches-{os.getpid()}", "a") as file:
+                print(json.dumps(entry), file=file)
+
+    keras.utils.set_random_seed(1)
+    strategy = ks.MultiWorkerMirroredStrategy(batch_statistics="global")
+    size = strategy.num_replicas_in_sync
+    with strategy.scope():
+        layers = keras.layers
+        model = keras.Sequential(
+            [
+                keras.Input((20,)),
+                layers.Dense(32, "relu"),
+                layers.BatchNormalization(),
+                layers.Dropout(0.3),
+                layers.Dense(3),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    rows = np.random.default_rng(0).normal(size=(ROWS, 20)).astype("float32")
+    backup = ks.callbacks.BackupAndRestore(folder / "backup", save_freq=1)
+    model.fit(
+        *(rows, rows[:, :3]),
+        batch_size=BATCH_SIZE,
+        epochs=epochs,
+        verbose=0,
+        callbacks=[Record(), backup],
+    )
+    variables = [*model.variables, *model.optimizer.variables]
+    values = [keras.ops.convert_to_numpy(variable) for variable in variables]
+    np.savez(folder / f"weights-{os.getpid()}.npz", *values)
+
+
+def read_batches(folder: pathlib.Path) -> list[list[Any]]:
+    """Return what the workers have recorded, in the order of time."""
+    batches = []
+    for file in folder.glob("batches-*"):
+        for line in file.read_text().splitlines():
+            # A worker may be killed while it writes.
+            with contextlib.suppress(ValueError):
+                batches.append(json.loads(line))
+    return sorted(batches, key=lambda batch: batch[0])
+
+
+def read_weights(folder: pathlib.Path) -> list[list[np.ndarray]]:
+    """Return the values that each worker has ended with."""
+    results = []
+    for file in folder.glob("weights-*.npz"):
+        with np.load(file) as saved:
+            results.append([saved[name] for name in saved.files])
+    return results
+
+
+def start(folder: pathlib.Path, options: list[str], *arguments: Any) -> Any:
+    """Start the launcher with some options, and its output in a file."""
+    command = [sys.executable, "-m", "keras_strategy", "run", *options]
+    command += ["-m", "tests.distributed.elastic_program", "--folder", str(folder)]
+    with open(folder / "output", "wb") as output:
+        return subprocess.Popen(
+            [*command, *map(str, arguments)],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def wait_for_batches(folder: pathlib.Path, process: Any, count: int, after: float = 0):
+    """Wait for so many batches after a time; return these batches."""
+    while process.poll() is None:
+        batches = [batch for batch in read_batches(folder) if batch[0] > after]
+        if len(batches) >= count:
+            return batches
+        time.sleep(0.1)
+    raise AssertionError((folder / "output").read_text())
+
+
+def kill_one(folder: pathlib.Path, process: Any, choose: Any) -> float:
+    """Kill one of several workers, once there are as many; return the time."""
+    while process.poll() is None:
+        batches = read_batches(folder)
+        recent = [b for b in batches if b[3] == batches[-1][3]]
+        pids = sorted({pid for _, pid, *_ in recent})
+        if batches and batches[-1][2] > 1 and time.time() - batches[-1][0] < 0.5:
+            pid = choose(pids)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                return time.time()
+        time.sleep(0.05)
+    raise AssertionError((folder / "output").read_text())
+
+
+def measure(kills: int, workers: int, seed: int) -> None:
+    generator = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        options = ["--workers", str(workers), "--min-workers", "1"]
+        options += ["--max-restarts", str(10 * kills)]
+        epochs = 12 * kills
+        process = start(folder, options, "--epochs", epochs, "--seconds", 0.05)
+        times = []
+        for _ in range(kills):
+            time.sleep(generator.uniform(0, 8))
+            times.append(kill_one(folder, process, generator.choice))
+        status = process.wait()
+        output = (folder / "output").read_text()
+        batches, weights = read_batches(folder), read_weights(folder)
+        print(output if status else "", f"exit status {status}")
+        report(batches, times, output)
+        with tempfile.TemporaryDirectory() as other:
+            subprocess.run(
+                [sys.executable, "-m", "tests.distributed.elastic_program"]
+                + ["--folder", other, "--epochs", str(epochs)],
+                cwd=ROOT,
+                check=True,
+            )
+            (expected,) = read_weights(pathlib.Path(other))
+        for values in weights:
+            pairs = zip(values, expected, strict=True)
+            print(f"largest difference {max(float(abs(a - b).max()) for a, b in pairs):.1e}")
+
+
+def report(batches: list[list[Any]], times: list[float], output: str) -> None:
+    """Print the sizes of the clusters, and how long training stopped."""
+    sizes = re.findall(r"(\d+) of \d+ workers train", output)
+    print("clusters:", " ".join(sizes))
+    stops = []
+    for moment in times:
+        before = [b for b in batches if b[0] < moment]
+        after = [b for b in batches if b[0] > moment and b[3] != before[-1][3]]
+        stops.append(after[0][0] - moment)
+    joins = []
+    for previous, batch in zip(batches, batches[1:], strict=False):
+        is_join = batch[2] > previous[2]
+        if is_join and not any(previous[0] < moment < batch[0] for moment in times):
+            joins.append(batch[0] - previous[0])
+    for name, seconds in ("kill", stops), ("join", joins):
+        ordered = sorted(seconds)
+        print(
+            f"{len(ordered)} stops after a {name}: median "
+            f"{ordered[len(ordered) // 2]:.2f} s, longest {ordered[-1]:.2f} s"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=pathlib.Path)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=0.0)
+    options = parser.parse_args()
+    if options.kills is not None:
+        measure(options.kills, options.workers, options.seed)
+        return
+
+    import keras_strategy as ks
+
+    ks.run_elastic(train, options.folder, options.epochs, options.seconds)
+
+
+if __name__ == "__main__":
+    main()
