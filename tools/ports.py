@@ -32,7 +32,8 @@ warning names the cause, and is said below the table.
 What the sources draw at random in a step, noise and dropout, is drawn here as well,
 seeded. Where the bias of an attention's keys trains, SGD stands for Adam, which scales
 up what is mere rounding there. The data are made up, or scikit-learn's digits. Off
-JAX, batch normalizations see [a replica's rows](differences.md#results), and are frozen
+JAX, batch normalizations see [a replica's
+rows](differences.md#batchnormalization), and are frozen
 here.
 
 `make ports` runs all of them and writes this page; `make test-full` runs a sample. What

@@ -99,7 +99,7 @@ def _of_tensorflow(names: dict[str, str]) -> dict[str, dict[str, Status]]:
 
 _ENGINE_DECIDES = differs(
     "The engine decides how values travel; a line in the log says so.",
-    "run-and-reduce",
+    "other-names",
 )
 
 # Who says nothing of a backend leaves it to the next.
@@ -123,11 +123,11 @@ SAID: dict[str, Status | dict[str, Status]] = {
     "experimental.TPUStrategy": differs("It warns that it is old."),
     "experimental.TPUStrategy.__init__": differs("It warns that it is old."),
     "TPUStrategy.experimental_assign_to_logical_device": differs(
-        "It checks the number: XLA decides what computes where.", "run-and-reduce"
+        "It checks the number: XLA decides what computes where.", "other-names"
     ),
     "experimental.PreemptionCheckpointHandler": differs(
         "Models and variables in a dict are saved on every backend.",
-        "results",
+        "other-names",
     ),
     "experimental.PreemptionCheckpointHandler.watch_preemption_scope": differs(
         "It does nothing: there, TPUs need it."
@@ -138,7 +138,7 @@ SAID: dict[str, Status | dict[str, Status]] = {
     ),
     **{
         f"{pattern}coordinator.ClusterCoordinator{name}": dict.fromkeys(
-            ("jax", "torch"), differs(note, "run-and-reduce")
+            ("jax", "torch"), differs(note, "other-names")
         )
         for pattern in ("", "experimental.")
         for name, note in (
@@ -181,7 +181,7 @@ SAID: dict[str, Status | dict[str, Status]] = {
         "It is made with the devices of its replicas."
     ),
     "StrategyExtended.update": differs(
-        "What would make components differ is refused.", "run-and-reduce"
+        "What would make components differ is refused.", "values-and-variables"
     ),
     "ReplicaContext": differs("`run` makes it."),
     "ReplicaContext.__init__": differs("`run` makes it."),
