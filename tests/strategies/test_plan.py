@@ -186,7 +186,7 @@ def dense(width):
     "shard, workers", [*((shard, 2) for shard in SHARDS), ("optimizer", 4)]
 )
 def test_peak_is_measured_peak(shard, workers, starter):
-    """By torch's profiler, as for the tables of docs/larger_models.md."""
+    """By torch's profiler, as for the tables of docs/memory.md."""
     build = functools.partial(dense, 1100)
     (choice,) = ks.plan(build, memory.ROWS, workers, shard).choices
     with WorkerRunner(workers, timeout_seconds=120, starter=starter) as runner:
