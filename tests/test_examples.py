@@ -126,6 +126,6 @@ def test_notebook_runs_in_kernel(monkeypatch):
 
 @pytest.mark.parametrize("code", ALONE)
 def test_program_block_runs(code, program):
-    # On two devices, where the program asks for none itself.
+    # The programs choose no devices themselves.
     end = program(code, KERAS_STRATEGY_LOGICAL_CPUS="2")
     assert end.exit_status == 0, end.output
