@@ -149,7 +149,7 @@ wheel:
 	awk '/^```python/ {on = 1; next} on && /^```/ {exit} on' docs/quickstart.md \
 	    > build/train.py
 	cd build && KERAS_BACKEND=torch wheel/bin/keras-strategy doctor
-	cd build && KERAS_BACKEND=torch wheel/bin/python train.py
+	cd build && KERAS_BACKEND=torch wheel/bin/keras-strategy run --workers 2 train.py
 
 # Minutes: every example on every backend. ARGS="vae_digits" picks some.
 gallery: $(STAMP)
