@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 HISTORY = ROOT / "benchmarks" / "history"
 RESULTS = ROOT / "docs" / "benchmarks.md"
 PAGE = ROOT / "docs" / "benchmarks_history.md"
+CHANGES = HISTORY / "changes.md"
 _MARKED = r"(?<=<!-- {0} -->\n\n).*?(?=\n\n<!-- end of {0} -->)"
 # What the summary says of which backend, cases and peer.
 IN_SHORT = (
@@ -37,10 +38,11 @@ IN_SHORT = (
 HEAD = """\
 # How fast it was
 
-What the benchmark has given, newest first: the ratio of steps/s and the ratio of
-steps/CPU-s, ours to the peer's, as on [How fast it is](benchmarks.md). A `~` stands for
-a machine that was in use by others too. `python -m benchmarks.pages benchmarks.json`
-adds a run, and writes this page from `benchmarks/history`.
+This page shows each run of the benchmark, newest first, and what was optimized. A cell
+has the ratio of steps/s and that of steps/CPU-s, ours to the peer's, as on [How fast it
+is](benchmarks.md). A `~` marks a machine that other programs used too. `python -m
+benchmarks.pages benchmarks.json` adds a run and writes this page from
+`benchmarks/history`.
 """
 
 
@@ -114,7 +116,7 @@ def history(kept: list[dict[str, Any]]) -> str:
             f"| {case} | {peer} | " + " | ".join(c.get(n, "") for n in columns) + " |"
             for (case, peer), c in rows.items()
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", CHANGES.read_text()])
 
 
 def _name(run: dict[str, Any]) -> str:

@@ -150,11 +150,11 @@ def page(found: dict[str, Any]) -> str:
         return "\n".join(lines)
     lines += [
         "",
-        "What one of 2 workers does for a step of 8 rows, which no machine changes "
+        "What one of 2 workers does for a step of 8 rows, on any machine "
         "(`tests/speed/test_input_figures.py`):",
         "",
-        "| backend | data | rows read | bytes of rows sent | waits for the hub "
-        "| collectives |",
+        "| backend | data | rows read | bytes of rows sent "
+        "| waits for the coordinator | collectives |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for backend, kinds in found["steps"].items():
