@@ -1,12 +1,11 @@
-"""Plant faults in workers at random, and write docs/faults.md.
+"""Inject faults into workers at random, and write docs/faults.md.
 
     python tools/faults.py [pytest arguments]
 
-The faults are in tests/faults. COUNT of them, 100 without it, are drawn by SEED, which
-is told, and planted once per backend, on all at the same time; the environment variable
-BACKENDS picks some.
-What came of each stays in build/faults, and becomes the page when each backend has been
-run.
+The faults are in tests/faults. SEED, which is printed, draws COUNT of them, 100 by
+default. They are injected once per backend, on all backends at the same time; the
+environment variable BACKENDS selects some. The outcomes stay in build/faults, and the
+page is written when every backend has run.
 """
 
 import concurrent.futures
@@ -31,24 +30,30 @@ COUNT = os.environ.get("COUNT", "100")
 SEED = os.environ.get("SEED", str(random.SystemRandom().randrange(1_000_000)))
 
 HEAD = """\
-# What becomes of a fault
+# Injected faults
 
-Something goes wrong in one worker of two or three, in one place of its program, at a
-random moment. Each time all others must end within 30 seconds, or within 30 seconds of
-their timeout where nobody can see it before; with the
-[exit code](launcher.md#how-it-ends) that says whose fault it was; with a message that
-names the worker and what they were doing; and no process, no temporary file and no file
-that cannot be loaded may be left. A number is how many seconds it took until the last
-of the others had ended, the longest of those that were planted, whose number follows.
+This page shows what the other workers do when one worker fails. Each test injects a
+fault into one of two or three workers, at a random moment in one operation. The other
+workers must:
 
-Faults of the network are planted between simulated machines, on Linux as root. A
-machine is cut off, or cannot send, or cannot receive; two workers are cut off from each
-other while the chief reaches both; all links delay or lose frames; a worker uses the
-wrong interface. Delay and loss must not change the trained weights, and the wrong
-interface is refused within 10 seconds where it matters. Where two workers are cut off
-from each other, the message names the operation and not the workers.
+- exit within 30 seconds, or within 30 seconds of their timeout if the fault cannot be
+  detected earlier;
+- return the [exit code](launcher.md#how-it-ends) that shows which worker failed;
+- print a message that names the worker and the operation;
+- leave no process, no temporary file and no file that cannot be loaded.
 
-`make faults` plants them and writes this page; `make test` plants a sample.
+A cell shows the seconds until the last other worker ended, the longest of all injected
+faults, and the number of faults in parentheses.
+
+Network faults are injected between simulated machines, on Linux as root:
+
+- A machine is cut off, cannot send, or cannot receive.
+- Two workers are cut off from each other while the chief reaches both. Then the message
+  names the operation and not the workers.
+- All links delay or lose frames. The trained weights must not change.
+- A worker uses the wrong interface. It is refused within 10 seconds where it matters.
+
+`make faults` injects them and writes this page; `make test` injects a sample.
 """
 
 
@@ -94,8 +99,9 @@ def outcomes(report: Path) -> tuple[str, float, list[dict[str, str]]]:
 def table(found: dict[str, list[dict[str, str]]]) -> str:
     """Return a row for each fault."""
     faults = dict.fromkeys(o["fault"] for each in found.values() for o in each)
+    backends = " | ".join(NAMES[b] for b in found)
     lines = [
-        f"| fault | {' | '.join(NAMES[b] for b in found)} | what another worker says |",
+        f"| fault | {backends} | message of another worker |",
         "| --- |" + " --- |" * len(found) + " --- |",
     ]
     for fault in faults:
@@ -130,7 +136,7 @@ def places(found: dict[str, list[dict[str, str]]]) -> str:
         for outcome in each:
             counts[outcome["place"]] = counts.get(outcome["place"], 0) + 1
     told = (f"{place} ({count})" for place, count in sorted(counts.items()))
-    return f"Where they were planted, on all backends together: {', '.join(told)}."
+    return f"Faults per operation, on all backends together: {', '.join(told)}."
 
 
 def machine(runs: dict[str, tuple[str, float, list]]) -> str:
@@ -154,12 +160,12 @@ def machine(runs: dict[str, tuple[str, float, list]]) -> str:
     cores = f"{os.cpu_count()} cores"
     return (
         f"Measured with {', '.join(told)}, on one {platform.system()} machine with "
-        f"{cores} and no GPU, on which other programs ran at the same time."
+        f"{cores} and no GPU, on which other programs ran too."
     )
 
 
 def main() -> int:
-    """Plants the faults, prints the table, and writes the page."""
+    """Inject the faults, print the table, and write the page."""
     began = time.monotonic()
     print(f"{COUNT} faults on each of {', '.join(BACKENDS)}, SEED={SEED}", flush=True)
     # All at once, on two cores too: a worker that falls silent is waited for.

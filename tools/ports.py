@@ -21,23 +21,25 @@ BACKENDS = os.environ.get("BACKENDS", " ".join(NAMES)).split()
 HEAD = """\
 # Programs that others wrote
 
-Short ports of tutorials, examples and packages, each with its source, on one device and
-on 2 and 3 replicas, or workers of a coordinator, with a last batch that these do not
-divide. A number is the largest difference from one device that was measured in weights,
-logs and predictions, absolute for values up to 1 and relative for larger ones; weights
-may differ by 2e-5, logs and predictions by 1e-5. "Error" means that several replicas
-are refused, by name and with what to do. Bold are other numbers than one device's; a
-warning names the cause, and is said below the table.
+This page shows how programs of other projects train on several replicas. Each is a
+short port of a tutorial, example or package, compared with one device on 2 and 3
+replicas, or on workers of a coordinator. The last batch is not divisible by the
+replicas.
 
-What the sources draw at random in a step, noise and dropout, is drawn here as well,
-seeded. Where the bias of an attention's keys trains, SGD stands for Adam, which scales
-up what is mere rounding there. The data are made up, or scikit-learn's digits. Off
-JAX, batch normalizations see [a replica's
-rows](differences.md#batchnormalization), and are frozen
-here.
+- **A number** is the largest difference from one device in weights, logs and
+  predictions. It is absolute for values up to 1 and relative above. Weights may differ
+  by 2e-5, logs and predictions by 1e-5.
+- **"error"**: several replicas raise an error that names the cause and the fix.
+- **Bold**: the result differs from one device. A warning, listed below the table, names
+  the cause.
 
-`make ports` runs all of them and writes this page; `make test-full` runs a sample. What
-needs a package of its own is left out where that is not installed.
+Random noise and dropout of a source are kept, with a seed. If the bias of attention
+keys trains, SGD replaces Adam, which amplifies rounding there. The data are synthetic,
+or scikit-learn's digits. Outside JAX, batch normalization sees [each replica's
+rows](differences.md#results), so it is frozen here.
+
+`make ports` runs all ports and writes this page; `make test-full` runs a sample. Ports
+that need a missing package are skipped.
 """
 
 
@@ -114,7 +116,7 @@ def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
         for backend, e in each.items():
             if e.get("warning"):
                 warned.setdefault(e["warning"], {}).setdefault(backend, []).append(name)
-    lines += ["", "Warnings, and why a cell has a dash:", ""]
+    lines += ["", "Warnings, and the reasons for dashes:", ""]
     for warning, of in warned.items():
         where = [f"{told(ports)} on {NAMES[backend]}" for backend, ports in of.items()]
         lines.append(f"- {', '.join(where)}: {warning}")

@@ -79,7 +79,7 @@ def compile_gan(model):
 
 # Replicas take the noise of one device's first labels for that of their own, which are
 # those of made and of real images.
-JOINED = dict.fromkeys(ELSEWHERE, "noise is drawn for two batches joined")
+JOINED = dict.fromkeys(ELSEWHERE, "noise is drawn for two concatenated batches")
 
 
 @port(

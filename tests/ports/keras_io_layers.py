@@ -114,7 +114,7 @@ class CategoricalTruePositives(keras.metrics.Metric):
 BUILT_IN = f"{GUIDES}/training_with_built_in_methods.py"
 
 
-@port(BUILT_IN, differs=dict.fromkeys(ELSEWHERE, "a sum is taken for a mean"))
+@port(BUILT_IN, differs=dict.fromkeys(ELSEWHERE, "a sum is treated as a mean"))
 def add_loss_of_a_sum(strategy):
     def make():
         model = keras.Sequential(

@@ -22,7 +22,7 @@ from tests.equality.compare import LOGS, WEIGHTS, largest, scope, train
 
 BACKEND = keras.backend.backend()
 ELSEWHERE = ("torch", "tensorflow")  # where a step is run for each replica's rows
-PURE = {"jax": "its step is a function with effects, which Keras refuses on JAX"}
+PURE = {"jax": "its step has side effects, which Keras does not support on JAX"}
 
 
 @dataclass
