@@ -31,7 +31,7 @@ def canonical_device(name: str) -> str:
 def resolve_devices(
     devices: Iterable[str], available: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return the canonical names of a user's devices, which must be of one kind."""
+    """Return the canonical names of the devices, which must be of one kind."""
     if isinstance(devices, str):
         raise ValueError(
             "Argument `devices` must be a list of device names, such as "

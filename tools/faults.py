@@ -130,17 +130,18 @@ def shown(message: str) -> str:
 
 
 def places(found: dict[str, list[dict[str, str]]]) -> str:
-    """Summarise the places of the faults, with the number at each."""
+    """Return a table of the faults per operation."""
     counts: dict[str, int] = {}
     for each in found.values():
         for outcome in each:
             counts[outcome["place"]] = counts.get(outcome["place"], 0) + 1
-    told = (f"{place} ({count})" for place, count in sorted(counts.items()))
-    return f"Faults per operation, on all backends together: {', '.join(told)}."
+    lines = [f"| {place} | {count} |" for place, count in sorted(counts.items())]
+    head = "Faults per operation, on all backends together:"
+    return "\n".join([head, "", "| operation | faults |", "| --- | --- |", *lines])
 
 
 def machine(runs: dict[str, tuple[str, float, list]]) -> str:
-    """When and on what it was measured, and how long that took."""
+    """Return the day and duration of each run, and its machine and versions."""
     versions = {
         "jax": "jax",
         "torch": "torch",
@@ -156,11 +157,15 @@ def machine(runs: dict[str, tuple[str, float, list]]) -> str:
         when = f"{date.day} {date:%B %Y}"
         name = f"{NAMES[backend]} {version}".strip()
         took = f"{len(planted)} in {seconds / 60:.0f} minutes"
-        told.append(f"{name} on {when} ({took})")
+        told.append(f"- {name} on {when} ({took})")
     cores = f"{os.cpu_count()} cores"
-    return (
-        f"Measured with {', '.join(told)}, on one {platform.system()} machine with "
-        f"{cores} and no GPU, on which other programs ran too."
+    return "\n".join(
+        [
+            f"Measured on one {platform.system()} machine with {cores} and no GPU, on "
+            "which other programs ran too:",
+            "",
+            *told,
+        ]
     )
 
 

@@ -150,7 +150,7 @@ def page(found: dict[str, Any]) -> str:
         return "\n".join(lines)
     lines += [
         "",
-        "What one of 2 workers does for a step of 8 rows, on any machine "
+        "One of 2 workers does this for a step of 8 rows, on any machine "
         "(`tests/speed/test_input_figures.py`):",
         "",
         "| backend | data | rows read | bytes of rows sent "

@@ -348,7 +348,7 @@ class FirstStepAudit:
         return not self.is_done
 
     def _is_too_large(self) -> bool:
-        """Return True for a sharded model that an audit would bring together."""
+        """Return True for a sharded model that an audit would have to gather."""
         size = sum(map(byte_count, self._model.trainable_variables))
         if self._strategy.shard != "parameters" or size <= MAX_SHARDED_BYTES:
             return False

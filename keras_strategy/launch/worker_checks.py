@@ -1,7 +1,7 @@
 """Checks of `keras-strategy doctor --workers`, which each worker of a job runs.
 
 The workers meet as for training, exchange facts about their machines and compare them,
-so all come to the same findings. The chief prints them. No backend is imported.
+so all have the same findings. The chief prints them. No backend is imported.
 """
 
 import concurrent.futures

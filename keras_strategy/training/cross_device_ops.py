@@ -411,7 +411,7 @@ def _per_replica(value: Any) -> PerReplica:
 
 
 class CustomReducer:
-    """Reductions of a strategy by a user's `CrossDeviceOps`."""
+    """Reductions of a strategy with custom `CrossDeviceOps`."""
 
     def __init__(self, cross_device_ops: CrossDeviceOps):
         self._ops = cross_device_ops

@@ -1,4 +1,4 @@
-"""keras.io's guides: layers, losses and metrics of one's own."""
+"""keras.io's guides: custom layers, losses and metrics."""
 
 import keras
 import numpy as np

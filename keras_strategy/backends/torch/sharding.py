@@ -118,7 +118,7 @@ class WeightComponents(ShardedComponents):
         self.unit.note_writes([self])
 
     def shard_to_write(self, replica: Any, value: torch.Tensor) -> torch.Tensor:
-        if current_thread_replica() is replica:  # all have come to a `merge_call`
+        if current_thread_replica() is replica:  # all replicas are in a `merge_call`
             replica.unit_reads.prepare_write(self, value.detach())
         replica.unit_reads.note_writes([self])
         return super().shard_to_write(replica, value)

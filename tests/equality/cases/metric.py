@@ -129,6 +129,6 @@ def cases() -> Iterator[Case]:
         "Mean and Sum, of rows and of scalars", lambda: compiled(models.OwnMetrics())
     )
     yield Case(
-        "metrics of one's own: a sum, and a maximum that gathers",
+        "custom metrics: a sum, and a maximum that gathers",
         lambda: compiled(metrics=[models.Total(), models.Largest()]),
     )

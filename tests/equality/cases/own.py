@@ -107,10 +107,10 @@ def foreign() -> keras.Model:
 def cases() -> Iterator[Case]:
     """What users write themselves."""
     yield Case(
-        "state of one's own: a sum, and a count of steps",
+        "custom state: a sum, and a count of steps",
         lambda: compiled(mlp(Summing)),
     )
-    yield Case("state of one's own: a moving mean", lambda: compiled(mlp(MovingMean)))
+    yield Case("custom state: a moving mean", lambda: compiled(mlp(MovingMean)))
     yield Case("tensors that a call keeps on layers", lambda: compiled(Skip()))
     yield Case(
         "logs that are computed of metrics' results",
