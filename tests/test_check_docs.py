@@ -57,3 +57,60 @@ def test_find_unknown_names_accepts_existing():
         "`keras-strategy run --workers 2`, `ks.config.set_logical_devices`"
     )
     assert not check_docs.find_unknown_names(text, {"test"})
+
+
+def check_page(text: str) -> list[str]:
+    return list(check_docs.check_page("docs/x.md", f"# A page\n\n{text}\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "reported"),
+    [
+        ("It trains. Where N is 2, it stops.", "'Where N is 2, it'"),
+        ("- **What you set** counts.", "'- **What you set** counts.'"),
+        ("## Whether it runs", "'## Whether it runs'"),
+        ("It\nwaits in\nvain.", "'in vain'. Write instead: without a result"),
+        ("| a row | a verdict |", "'verdict'. Write instead: failure diagnosis"),
+        ("It runs" + " on" * 40 + ".", "42 words in 'It runs on on on'"),
+    ],
+)
+def test_check_page_reports_line_and_words(text, reported):
+    (problem,) = check_page(text)
+    place, _, message = problem.partition(": ")
+    assert place == f"docs/x.md:{4 if 'vain' in text else 3}"
+    assert message.startswith(reported)
+
+
+def test_check_page_reports_long_page():
+    text = "It runs.\n" * 1300
+    (problem,) = check_page(text)
+    assert problem.startswith("docs/x.md:1: 2,603 words.")
+    assert not list(check_docs.check_page("docs/errors.md", text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "## How it works",
+        "Where does it run?",
+        "See [the page](x.md). [What fit takes](y.md) lists them.",
+        "It runs `in vain`.\n\n```python\n# Where the verdict is\n```",
+        "<!-- set-up\n# What it tells\n-->",
+        "\n".join(f"- `a b c`, {'word ' * 20}" for _ in range(9)),
+    ],
+)
+def test_check_page_accepts_plain_english(text):
+    assert not check_page(text)
+
+
+@pytest.mark.parametrize("comment", ["# It is told.", '"""It.\n\nIt is told.\n"""'])
+def test_find_phrases_of_code_reports_line(comment):
+    source = f"x = 'is told'\n{comment}\n"
+    (problem,) = check_docs.find_phrases_of_code(pathlib.Path("x.py"), source)
+    line = 2 + comment.count("\n", 0, comment.index("told"))
+    assert problem.startswith(f"x.py:{line}: 'is told'. Write instead: receives")
+
+
+def test_long_pages_exist():
+    for page in check_docs.LONG:
+        assert (check_docs.ROOT / "docs" / f"{page}.md").exists()

@@ -1,4 +1,4 @@
-"""Check what ruff cannot see of docstrings and of the documentation.
+"""Check the language of the documentation, of docstrings and of comments.
 
     python tools/check_docs.py
 
@@ -6,6 +6,9 @@
 - An `Args:` entry says more than the argument's name.
 - Every module, file, make target, command and public name that a page of the
   documentation names exists.
+- A page has at most 2,500 words, and 40 in a sentence. No sentence starts with a
+  question word, except questions, titles of pages, and headings like "How it works".
+- Pages, docstrings and comments have no phrase of tools/phrases.tsv.
 """
 
 import ast
@@ -15,6 +18,7 @@ import importlib
 import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +31,19 @@ OPENINGS = frozenset(
     ("what", "whether", "where", "how", "which", "who", "of", "has", "see")
     + ("surrounds", "notes", "likewise")
 )
+# At the start of a heading, or of a sentence that refers to a page.
+HEADING_OPENINGS = {"how", "what", "where", "which", "see"}
+PAGE_WORDS = 2_500
+SENTENCE_WORDS = 40
+# Pages that may be longer: tables of measurements, and an entry per name or message.
+LONG = {"benchmarks", "conformance", "equality", "errors", "hooks", "tf_distribute"}
+# Pages that are still to be rewritten. Remove those that are.
+PENDING = {
+    *("README", "CONTRIBUTING", "coordinator", "custom_loops", "debugging", "fit"),
+    *("differences", "distributed_input", "how_it_works", "how_your_cluster_is_found"),
+    *("index", "larger_models", "memory", "performance", "random_numbers"),
+    *("several_workers", "threat_model"),
+}
 # Words of a description that add nothing to the name of an argument.
 FILLERS = frozenset(
     ("a", "an", "the", "of", "this", "its", "to", "for", "which", "is", "are", "that")
@@ -43,6 +60,14 @@ _PATH = re.compile(
 _PUBLIC = re.compile(r"(?<![\w.])ks((?:\.\w+)+)")
 _MAKE = re.compile(r"^make ([a-z][a-z-]+)")
 _COMMAND = re.compile(r"(?<![\w./-])keras-strategy ([a-z]+)")
+_PHRASES = re.findall(
+    r"^(.+)\t(.+)$", (ROOT / "tools" / "phrases.tsv").read_text(), re.MULTILINE
+)
+_NOT_PROSE = re.compile(r"^ *```.*?^ *```$|<!--.*?-->", re.M | re.S)
+_SPAN = re.compile(r"`[^`]+`|\]\([^)]*\)|<[^>\n]+>")
+_TABLE = re.compile(r"^ *\|.*$", re.M)
+_SENTENCE_END = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\. ))|(?<=[.!?])[)*\"']*\s+")
+_OPENING = re.compile(r"(#*)(?:[-*]? |\d+\. )?(?:\*\*)?[(\"]?([A-Z][a-z]+)")
 
 
 def find_repeated_arguments(docstring: str) -> Iterator[str]:
@@ -78,6 +103,51 @@ def check_docstrings(path: Path, source: str) -> Iterator[str]:
                 f"{place}: the description of argument `{argument}` only repeats its "
                 "name. Say what is surprising about it, or delete it"
             )
+
+
+def find_phrases(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line of each phrase of tools/phrases.tsv, and what to write instead."""
+    text = _SPAN.sub(_blank, text)
+    for phrase, instead in _PHRASES:
+        phrase = rf"\b(?:{phrase})\b".replace(" ", " +")
+        for match in re.finditer(phrase, text.replace("\n", " "), re.IGNORECASE):
+            line = text.count("\n", 0, match.start())
+            yield line, f"{match[0]!r}. Write instead: {instead}"
+
+
+def find_phrases_of_code(path: Path, source: str) -> Iterator[str]:
+    """Yield the phrases in the docstrings and comments of one file."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.string.startswith(("#", '"""', 'r"""')):
+            for line, problem in find_phrases(token.string):
+                yield f"{path}:{token.start[0] + line}: {problem}"
+
+
+def check_page(page: str, text: str) -> Iterator[str]:
+    """Yield the problems of a page's language, each with its place."""
+    count = len(text.split())
+    if count > PAGE_WORDS and Path(page).stem not in LONG:
+        yield f"{page}:1: {count:,} words. Split the page: at most {PAGE_WORDS:,}"
+    text = _NOT_PROSE.sub(_blank, text)
+    for line, problem in find_phrases(text):
+        yield f"{page}:{line + 1}: {problem}"
+    text, start = _TABLE.sub(_blank, _SPAN.sub(_blank, text)), 0
+    for end in [*(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]:
+        sentence, start = text[start:end].lstrip(), end
+        place = f"{page}:{text.count(chr(10), 0, end - len(sentence)) + 1}"
+        shown = " ".join((words := sentence.split())[:5])
+        if len(words) > SENTENCE_WORDS:
+            yield f"{place}: {len(words)} words in {shown!r}. Split: at most 40"
+        first = _OPENING.match(sentence)
+        allowed = HEADING_OPENINGS if first and first[1] else {"see"}
+        if first and first[2].lower() in OPENINGS - allowed and "?" not in words[-1]:
+            yield f"{place}: {shown!r}. Start with the subject, a verb or a condition"
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Return as many characters and lines: one word for code, or none."""
+    filler = "x" if re.match("`[^`]", match[0]) else " "
+    return re.sub(r"[^\n]", filler, match[0])
 
 
 def find_unknown_names(text: str, targets: set[str]) -> set[str]:
@@ -139,12 +209,17 @@ def main() -> int:
     problems = []
     for folder in CODE:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            problems += check_docstrings(path.relative_to(ROOT), path.read_text())
+            name, source = path.relative_to(ROOT), path.read_text()
+            problems += check_docstrings(name, source)
+            if folder == CODE[0]:
+                problems += find_phrases_of_code(name, source)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for pattern in PAGES:
         for path in sorted(ROOT.glob(pattern)):
             page = path.relative_to(ROOT).as_posix()
             if page not in HISTORY:
+                if path.stem not in PENDING:
+                    problems += check_page(page, path.read_text())
                 names = find_unknown_names(path.read_text(), targets)
                 problems += [
                     f"{page}: `{name}` does not exist" for name in sorted(names)
