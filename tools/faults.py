@@ -130,14 +130,13 @@ def shown(message: str) -> str:
 
 
 def places(found: dict[str, list[dict[str, str]]]) -> str:
-    """Return a table of the faults per operation."""
+    """Return a table, of one cell, of the faults per operation."""
     counts: dict[str, int] = {}
     for each in found.values():
         for outcome in each:
             counts[outcome["place"]] = counts.get(outcome["place"], 0) + 1
-    lines = [f"| {place} | {count} |" for place, count in sorted(counts.items())]
-    head = "Faults per operation, on all backends together:"
-    return "\n".join([head, "", "| operation | faults |", "| --- | --- |", *lines])
+    cell = ", ".join(f"{place} ({count})" for place, count in sorted(counts.items()))
+    return f"| faults per operation, on all backends |\n| --- |\n| {cell} |"
 
 
 def machine(runs: dict[str, tuple[str, float, list]]) -> str:
