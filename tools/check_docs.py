@@ -37,13 +37,6 @@ PAGE_WORDS = 2_500
 SENTENCE_WORDS = 40
 # Pages that may be longer: tables of measurements, and an entry per name or message.
 LONG = {"benchmarks", "conformance", "equality", "errors", "hooks", "tf_distribute"}
-# Pages that are still to be rewritten. Remove those that are.
-PENDING = {
-    *("README", "CONTRIBUTING", "coordinator", "custom_loops", "debugging", "fit"),
-    *("differences", "distributed_input", "how_it_works", "how_your_cluster_is_found"),
-    *("index", "larger_models", "memory", "performance", "random_numbers"),
-    *("several_workers", "threat_model"),
-}
 # Words of a description that add nothing to the name of an argument.
 FILLERS = frozenset(
     ("a", "an", "the", "of", "this", "its", "to", "for", "which", "is", "are", "that")
@@ -218,8 +211,7 @@ def main() -> int:
         for path in sorted(ROOT.glob(pattern)):
             page = path.relative_to(ROOT).as_posix()
             if page not in HISTORY:
-                if path.stem not in PENDING:
-                    problems += check_page(page, path.read_text())
+                problems += check_page(page, path.read_text())
                 names = find_unknown_names(path.read_text(), targets)
                 problems += [
                     f"{page}: `{name}` does not exist" for name in sorted(names)

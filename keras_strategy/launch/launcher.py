@@ -87,7 +87,7 @@ class Launcher:
 
     @property
     def team_restarts(self) -> int:
-        """How often all workers start again together."""
+        """The number of restarts of all workers together."""
         return self.max_restarts
 
     def create_team(self, signals: list[int]) -> "WorkerTeam":
@@ -231,10 +231,12 @@ class WorkerTeam:
         worker = WorkerProcess(
             name,
             self._launcher.command,
-            thread_limits(self._launcher.workers)
-            | os.environ
-            | self._launcher.variables
-            | variables,
+            {
+                **thread_limits(self._launcher.workers),
+                **os.environ,
+                **self._launcher.variables,
+                **variables,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             descriptors=descriptors,

@@ -14,6 +14,7 @@ import pathlib
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,11 @@ def read_weights(folder: pathlib.Path) -> list[list[np.ndarray]]:
     return results
 
 
+def largest_difference(values: list[np.ndarray], others: list[np.ndarray]) -> float:
+    pairs = zip(values, others, strict=True)
+    return max(float(np.abs(one - other).max()) for one, other in pairs)
+
+
 def start(folder: pathlib.Path, options: list[str], *arguments: Any) -> Any:
     """Start the launcher with some options, and its output in a file."""
     command = [sys.executable, "-m", "keras_strategy", "run", *options]
@@ -151,9 +157,8 @@ def measure(kills: int, workers: int, seed: int) -> None:
                 check=True,
             )
             (expected,) = read_weights(pathlib.Path(other))
-        for values in weights:
-            pairs = zip(values, expected, strict=True)
-            print(f"largest difference {max(float(abs(a - b).max()) for a, b in pairs):.1e}")
+        largest = max(largest_difference(values, expected) for values in weights)
+        print(f"largest difference of a variable: {largest:.1e}")
 
 
 def report(batches: list[list[Any]], times: list[float], output: str) -> None:
@@ -171,11 +176,11 @@ def report(batches: list[list[Any]], times: list[float], output: str) -> None:
         if is_join and not any(previous[0] < moment < batch[0] for moment in times):
             joins.append(batch[0] - previous[0])
     for name, seconds in ("kill", stops), ("join", joins):
-        ordered = sorted(seconds)
-        print(
-            f"{len(ordered)} stops after a {name}: median "
-            f"{ordered[len(ordered) // 2]:.2f} s, longest {ordered[-1]:.2f} s"
-        )
+        if seconds:
+            print(
+                f"{len(seconds)} stops after a {name}: median "
+                f"{statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s"
+            )
 
 
 def main() -> None:
