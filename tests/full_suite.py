@@ -47,6 +47,7 @@ KEPT = {
     "distributed/test_checkpoints.py::test_killed_worker_leaves_a_checkpoint": 1,
     "distributed/test_collectives.py::test_collectives_of_workers": 1,
     "distributed/test_gradient_buckets.py::test_workers_equal_one_process": 2,
+    "distributed/test_elastic.py::": 0,
     "distributed/test_links.py::test_slow_lossy_links": 0,
     "distributed/test_local_rows.py::test_local_rows_give_one_devices_weights": 1,
     "distributed/test_orbax.py::": 1,

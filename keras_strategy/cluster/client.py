@@ -12,6 +12,7 @@ import concurrent.futures
 import itertools
 import os
 import queue
+import re
 import socket
 import threading
 import time
@@ -39,8 +40,12 @@ from keras_strategy.errors import (
 
 # Time for the thread to end the process.
 _EXIT_SECONDS = 10.0
-# Time for the coordinator's failure to arrive when a backend reports a lost worker.
-_GRACE_SECONDS = 1.0
+# Time for the failure to arrive when a backend raises: after an error, and after a lost
+# connection, until which a machine that is down is noticed here, too.
+_GRACE_SECONDS, _LOST_SECONDS = 1.0, 25.0
+_LOST_CONNECTION = re.compile(
+    r"connection (?:closed|reset|refused)|socket closed|broken pipe", re.IGNORECASE
+)
 # Every worker raises these by itself: one that has left has raised it, too.
 _RAISED_BY_ALL = WorkerFailedError, WorkersDifferError, WorkerInputError
 # Time for an elastic worker to get out of an operation after the workers have failed.
@@ -224,6 +229,8 @@ class CoordinatorClient(process_exit.ExitHandler):
 
             if self._thread.run(report()):
                 self.failed.wait(watchdog.RELAY_SECONDS + 1)
+            elif _LOST_CONNECTION.search(str(error)):
+                self.failed.wait(_LOST_SECONDS)
         self._raise_recorded(error)
 
     def on_exception(self, error: BaseException, trace: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from keras_strategy.cluster.elastic import CHANNEL_VARIABLE
 from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED
 from keras_strategy.launch.launcher import (
+    CAUSE_SECONDS,
     Launcher,
     WorkerTeam,
     print_line,
@@ -52,7 +53,9 @@ class _Slot:
         self.number = 0  # of the process, in the order of their start
         self.start_at: float | None = 0.0  # None if it is not started again
         self.channel: Any = None
-        self.is_ready = False
+        # For the cause of an end that another worker caused.
+        self.wait_until: float | None = None
+        self.is_ready = self.is_dismissed = False
         self.cluster = 0  # the last one of the process, 0 for none
 
     @property
@@ -86,6 +89,7 @@ class _ElasticTeam(WorkerTeam):
         self._cluster = self._ended = 0  # the last cluster, and the last that ended
         self._restarts = self._failures = 0
         self._is_ending, self._kill_at = False, None
+        self._is_complete = False  # whether a worker has ended with 0
         self._failed: int | None = None
         while True:
             for slot in self._slots:
@@ -96,10 +100,12 @@ class _ElasticTeam(WorkerTeam):
             self._handle_ended()
             if not any(s.process or s.start_at is not None for s in self._slots):
                 return self._failed
-            if not self._is_ending:
+            if self._is_complete:
+                self._dismiss_waiting()
+            elif not self._is_ending:
                 self._form_cluster()
-            elif self._kill_at is not None and time.monotonic() >= self._kill_at:
-                self._signal(signal.SIGKILL, self._slots)
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._signal(signal.SIGKILL)
 
     def _start(self, slot: _Slot) -> None:
         slot.channel, end = socket.socketpair()
@@ -113,23 +119,27 @@ class _ElasticTeam(WorkerTeam):
         self._selector.register(slot.channel, selectors.EVENT_READ, slot)
 
     def _handle_ended(self) -> None:
-        ended: list[tuple[_Slot, int]] = []
+        ended = []
         for slot in self._slots:
-            status = None if slot.process is None else slot.process.poll()
-            if status is not None:
+            if slot.process is not None and (status := slot.process.poll()) is not None:
                 ended.append((slot, status))
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(slot.channel)
-                slot.channel.close()
-                slot.process, slot.is_ready = None, False
-        # Causes before their effects.
+        # Causes before their effects, which wait for them.
         ended.sort(key=lambda pair: pair[1] == EXIT_OTHER_WORKER_FAILED)
         for slot, status in ended:
+            if status == EXIT_OTHER_WORKER_FAILED and slot.cluster > self._ended:
+                slot.wait_until = slot.wait_until or time.monotonic() + CAUSE_SECONDS
+                if time.monotonic() < slot.wait_until:
+                    continue
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(slot.channel)
+            slot.channel.close()
+            slot.process, slot.is_ready, slot.wait_until = None, False, None
             if status == 0:
-                self._end_others()
+                self._stop_starting()
+                self._is_complete = True
             elif not self._is_ending:
                 self._handle_failure(slot, status)
-            elif self._failed is None and status != -signal.SIGTERM:
+            elif self._failed is None and not slot.is_dismissed:
                 self._failed = slot.number
 
     def _handle_failure(self, slot: _Slot, status: int) -> None:
@@ -190,23 +200,25 @@ class _ElasticTeam(WorkerTeam):
                 if slot.process and slot.cluster == self._cluster:
                     slot.send({"ends": self._cluster})
 
-    def _end_others(self) -> None:
-        """End the workers that do not train, since the training has ended."""
-        self._is_ending = True
-        waiting = [s for s in self._slots if s.is_ready or s.is_starting]
-        self._signal(signal.SIGTERM, waiting)
+    def _dismiss_waiting(self) -> None:
+        """End the workers that do not train, when the others have ended."""
         for slot in self._slots:
-            slot.start_at = None
+            if slot.process is not None and (slot.is_ready or slot.is_starting):
+                slot.is_dismissed = True
+                slot.process.signal(signal.SIGKILL)
 
     def _end_workers(self, number: int) -> None:
-        self._is_ending = True
-        for slot in self._slots:
-            slot.start_at = None
-        self._signal(number, self._slots)
+        self._stop_starting()
+        self._signal(number)
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self._launcher.grace_seconds
 
-    def _signal(self, number: int, slots: list[_Slot]) -> None:
-        for slot in slots:
+    def _stop_starting(self) -> None:
+        self._is_ending = True
+        for slot in self._slots:
+            slot.start_at = None
+
+    def _signal(self, number: int) -> None:
+        for slot in self._slots:
             if slot.process is not None:
                 slot.process.signal(number)

@@ -33,7 +33,7 @@ _LONGEST_WAIT_SECONDS = 60.0
 _WAKE_SECONDS = 0.1
 # How long a worker may take to end by itself of another's failure, or when all workers
 # are preempted.
-_CAUSE_SECONDS = 2.0
+CAUSE_SECONDS = 2.0
 # For output that a process outside the worker's group holds open.
 _DRAIN_SECONDS = 1.0
 
@@ -215,7 +215,7 @@ class WorkerTeam:
                 # The worker that caused it is about to report why; preempted ones end
                 # together.
                 is_effect = status in (EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED)
-                end_at = time.monotonic() + (_CAUSE_SECONDS if is_effect else 0)
+                end_at = time.monotonic() + (CAUSE_SECONDS if is_effect else 0)
             if time.monotonic() >= end_at:
                 end_at = math.inf
                 self._end_workers(signal.SIGTERM)

@@ -88,9 +88,9 @@ def run_elastic(
             if isinstance(error, ClusterError) and not worker.must_leave:
                 raise
             if not can_disconnect:
-                if isinstance(error, WorkersChangedError):
-                    sys.exit(EXIT_OTHER_WORKER_FAILED)
-                raise
+                if isinstance(error, WorkerFailedError):
+                    raise
+                sys.exit(EXIT_OTHER_WORKER_FAILED)
             if str(error):
                 logger.warning("Training stops to go on with other workers: %s", error)
         cluster = current_cluster()

@@ -205,14 +205,12 @@ except WorkerFailedError as error:
 
 def test_backend_error_does_not_hide_failure(processes):
     engine = """
-from keras_strategy.cluster import client as module
-module._GRACE_SECONDS = 30.0  # a busy machine takes its time to end the other
 client.exchange("start")
 with client.track_operation("all_reduce in step 12"):
     raise RuntimeError("Connection closed by peer")
 """
     dies = (
-        "import os\nclient.exchange('start')\nimport time; time.sleep(0.3); os._exit(9)"
+        "import os\nclient.exchange('start')\nimport time; time.sleep(3); os._exit(9)"
     )
     processes.start([engine, dies])
     ((status, errors),) = processes.end(0)

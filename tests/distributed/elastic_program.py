@@ -35,7 +35,8 @@ def train(folder: pathlib.Path, epochs: int, seconds: float) -> None:
 
     class Record(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            time.sleep(seconds)
+            if not (folder / "fast").exists():
+                time.sleep(seconds)
             entry = [time.time(), os.getpid(), size, os.environ.get("TF_CONFIG")]
             with open(folder / f"batches-{os.getpid()}", "a") as file:
                 print(json.dumps(entry), file=file)
@@ -107,12 +108,12 @@ def start(folder: pathlib.Path, options: list[str], *arguments: Any) -> Any:
         )
 
 
-def wait_for_batches(folder: pathlib.Path, process: Any, count: int, after: float = 0):
-    """Wait for so many batches after a time; return these batches."""
+def wait_for_batch(folder: pathlib.Path, process: Any, condition: Any) -> list[Any]:
+    """Wait for a batch of which a condition is true; return it."""
     while process.poll() is None:
-        batches = [batch for batch in read_batches(folder) if batch[0] > after]
-        if len(batches) >= count:
-            return batches
+        found = list(filter(condition, read_batches(folder)))
+        if found:
+            return found[-1]
         time.sleep(0.1)
     raise AssertionError((folder / "output").read_text())
 
@@ -191,6 +192,7 @@ def main() -> None:
     parser.add_argument("--folder", type=pathlib.Path)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--fail-first", type=int, help="the worker that does so once")
     options = parser.parse_args()
     if options.kills is not None:
         measure(options.kills, options.workers, options.seed)
@@ -198,7 +200,16 @@ def main() -> None:
 
     import keras_strategy as ks
 
-    ks.run_elastic(train, options.folder, options.epochs, options.seconds)
+    def train_or_fail():
+        config = json.loads(os.environ.get("TF_CONFIG") or "{}")
+        failed = options.folder / "failed"
+        fails = config and config["task"]["index"] == options.fail_first
+        if fails and not failed.exists():
+            failed.touch()
+            sys.exit(3)
+        train(options.folder, options.epochs, options.seconds)
+
+    ks.run_elastic(train_or_fail)
 
 
 if __name__ == "__main__":

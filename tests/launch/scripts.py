@@ -25,10 +25,10 @@ def tell(name, text):
 class Script:
     """A script in a folder of its own, and what `keras-strategy run` makes of it."""
 
-    def __init__(self, folder: pathlib.Path, text: str) -> None:
+    def __init__(self, folder: pathlib.Path, text: str, head: str = HEAD) -> None:
         self.folder = folder
         self.path = folder / "script.py"
-        self.path.write_text(HEAD + text)
+        self.path.write_text(head + text)
 
     def start(self, *options: str, arguments=(), **keywords) -> subprocess.Popen:
         command = ["run", *options, str(self.path), *arguments]

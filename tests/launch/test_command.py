@@ -45,6 +45,10 @@ from tests.launch.scripts import ROOT, finish, start
             "Received: 'inf'",
         ),
         (
+            ["run", "--workers", "1", "--min-workers", "2", __file__],
+            "argument --min-workers: expected at most --workers 1. Received: 2",
+        ),
+        (
             ["run", "--workers", "1", "missing.py"],
             "argument program: there is no file 'missing.py'. Give the path of a "
             "Python script, or -m and the name of a module",

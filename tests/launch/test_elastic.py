@@ -1,0 +1,167 @@
+"""`keras-strategy run --min-workers` with real workers, without Keras."""
+
+import signal
+import time
+
+from tests.launch.scripts import Script, finish
+from tests.processes import wait_for_pids
+
+HEAD = """
+import json, os, pathlib, signal, sys, time
+from keras_strategy.cluster import elastic
+from keras_strategy.errors import ClusterError
+folder = pathlib.Path(__file__).parent
+worker = elastic.elastic_worker()
+
+def join():
+    worker.wait_for_cluster()
+    elastic.check_has_joined()
+    config = json.loads(os.environ["TF_CONFIG"])
+    cluster = config["cluster"]["worker"]
+    ports = cluster if isinstance(cluster, list) else list(cluster.values())
+    return config["task"]["index"], ports, cluster
+
+def wait_until_it_ends():
+    while not worker.must_leave:
+        time.sleep(0.01)
+
+def is_first(name):
+    path = folder / name
+    exists = path.exists()
+    path.touch()
+    return not exists
+"""
+
+GOES_ON = """
+seen = []
+while True:
+    index, ports, cluster = join()
+    seen.append([os.getpid(), len(ports), type(cluster).__name__, *ports])
+    (folder / f"seen{index}").write_text(json.dumps(seen))
+    if index == 1 and is_first("failed"):
+        sys.exit(3)
+    if index == 1 or len(seen) == 3:
+        break
+    wait_until_it_ends()
+"""
+
+
+def test_workers_go_on_without_a_failed_one_and_with_its_successor(tmp_path):
+    script = Script(tmp_path, GOES_ON, HEAD)
+    options = "--workers", "3", "--min-workers", "1", "--max-restarts", "1"
+    done = script.run(*options)
+    assert done.returncode == 0, done.stderr
+    first, _, last = seen = script.told("seen", 3)
+    for of_survivor in (first, last):
+        pids, sizes, kinds, *_ = zip(*[entry[:3] for entry in of_survivor], strict=True)
+        assert len(set(pids)) == 1
+        assert sizes == (3, 2, 3)
+        assert kinds == ("list", "dict", "list")  # there is no worker 1
+    assert seen[1][0][1:] == first[2][1:]
+    assert len({port for entry in first for port in entry[3:]}) == 8
+    assert done.stderr.splitlines() == [
+        "keras-strategy: 3 of 3 workers train: worker 0, worker 1, worker 2.",
+        "keras-strategy: worker 1 ended with exit status 3. It starts again in 1 s "
+        "(restart 1 of 1).",
+        "keras-strategy: 2 of 3 workers train: worker 0, worker 2.",
+        "keras-strategy: 3 of 3 workers train: worker 0, worker 1, worker 2.",
+    ]
+
+
+def test_training_fails_with_fewer_than_min_workers(tmp_path):
+    script = Script(
+        tmp_path,
+        "index, *_ = join()\nif index == 1: sys.exit('why')\ntime.sleep(300)",
+        HEAD,
+    )
+    done = script.run("--workers", "2", "--min-workers", "2")
+    assert done.returncode == 1
+    assert "worker 1 ended with exit status 1. It is not started again." in done.stderr
+    assert done.stderr.splitlines()[-1] == "why"
+
+
+def test_restarts_are_limited(tmp_path):
+    script = Script(tmp_path, "print('once'); sys.exit(9)", HEAD)
+    options = "--workers", "2", "--min-workers", "1", "--max-restarts", "1"
+    done = script.run(*options)
+    assert done.returncode == 9
+    assert done.stdout.count("once") == 3
+
+
+def test_end_caused_by_others_counts_only_without_a_cause(tmp_path):
+    """Workers that all wait for each other end with 76 as well."""
+    script = Script(tmp_path, "join(); print('once'); sys.exit(76)", HEAD)
+    options = "--workers", "1", "--min-workers", "1", "--max-restarts", "1"
+    done = script.run(*options)
+    assert done.returncode == 76
+    assert done.stdout.count("once") == 2
+
+
+RESTARTS_TOGETHER = """
+index, ports, _ = join()
+print(len(ports))
+if index == 1 and is_first("failed"):
+    sys.exit(3)
+if index != 1 and is_first(f"effect{index}"):
+    wait_until_it_ends()
+    sys.exit(76)
+"""
+
+
+def test_processes_that_connect_once_all_start_again(tmp_path):
+    script = Script(tmp_path, RESTARTS_TOGETHER, HEAD)
+    options = "--workers", "3", "--min-workers", "1", "--max-restarts", "1"
+    done = script.run(*options)
+    assert done.returncode == 0, done.stderr
+    sizes = sorted(line.split(" | ")[1] for line in done.stdout.splitlines())
+    assert sizes == ["3"] * 6
+
+
+COMPLETE = """
+if folder.joinpath("failed").exists():
+    (folder / "again").touch()
+    time.sleep(300)
+index, ports, _ = join()
+if index == 1:
+    (folder / "failed").touch()
+    sys.exit(3)
+wait_until_it_ends()
+assert len(join()[1]) == 1
+while not (folder / "again").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_complete_training_does_not_wait_for_starting_workers(tmp_path):
+    script = Script(tmp_path, COMPLETE, HEAD)
+    options = "--workers", "2", "--min-workers", "1", "--max-restarts", "1"
+    started = time.monotonic()
+    done = script.run(*options)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 60
+
+
+def test_signal_ends_all_workers(tmp_path):
+    text = "index, *_ = join(); (folder / f'pids{index}').write_text(str(os.getpid()))"
+    script = Script(tmp_path, f"{text}\ntime.sleep(300)", HEAD)
+    process = script.start(
+        "--workers", "2", "--min-workers", "1", "--max-restarts", "9"
+    )
+    wait_for_pids(tmp_path, 2)
+    process.terminate()
+    done = finish(process)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "starts again" not in done.stderr
+
+
+def test_program_without_run_elastic_is_refused(tmp_path):
+    text = """
+try:
+    elastic.check_has_joined()
+except ClusterError as error:
+    print(error)
+"""
+    script = Script(tmp_path, text, HEAD)
+    done = script.run("--workers", "1", "--min-workers", "1")
+    assert "pass this to `keras_strategy.run_elastic`" in done.stdout
+    assert Script(tmp_path, text, HEAD).run("--workers", "1").stdout == ""
