@@ -27,7 +27,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 ROWS, BATCH_SIZE = 330, 32  # 11 batches, the last one uneven
 
 
-def train(folder: pathlib.Path, epochs: int, seconds: float) -> None:
+def train(
+    folder: pathlib.Path,
+    epochs: int,
+    seconds: float,
+    virtual_replicas: int | None = None,
+) -> None:
     """Train, record each batch in the folder, and save the weights there."""
     import keras
 
@@ -42,8 +47,11 @@ def train(folder: pathlib.Path, epochs: int, seconds: float) -> None:
                 print(json.dumps(entry), file=file)
 
     keras.utils.set_random_seed(1)
-    strategy = ks.MultiWorkerMirroredStrategy(batch_statistics="global")
-    size = strategy.num_replicas_in_sync
+    strategy = ks.MultiWorkerMirroredStrategy(
+        batch_statistics="global", virtual_replicas=virtual_replicas
+    )
+    cluster = json.loads(os.environ.get("TF_CONFIG") or "{}").get("cluster", {})
+    size = len(cluster.get("worker", ["alone"]))
     with strategy.scope():
         layers = keras.layers
         model = keras.Sequential(
@@ -67,6 +75,50 @@ def train(folder: pathlib.Path, epochs: int, seconds: float) -> None:
     )
     variables = [*model.variables, *model.optimizer.variables]
     values = [keras.ops.convert_to_numpy(variable) for variable in variables]
+    np.savez(folder / f"weights-{os.getpid()}.npz", *values)
+
+
+def train_in_a_loop(folder: pathlib.Path, epochs: int, seconds: float) -> None:
+    """Train in a custom loop that saves when workers join, and record each batch."""
+    import keras
+    from keras import ops
+
+    import keras_strategy as ks
+
+    keras.utils.set_random_seed(1)
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(3)])
+        optimizer = keras.optimizers.Adam(0.01)
+        optimizer.build(model.trainable_variables)
+    handler = ks.experimental.PreemptionCheckpointHandler(
+        strategy.cluster_resolver,
+        {"model": model, "optimizer": optimizer},
+        folder / "checkpoints",
+    )
+    rows = np.random.default_rng(0).normal(size=(ROWS, 20)).astype("float32")
+
+    def compute_loss(x):
+        errors = ops.mean(ops.square(model(x) - x[:, :3]), axis=-1)
+        return ks.compute_average_loss(errors)
+
+    def step(x):
+        variables = model.trainable_variables
+        _, gradients = ks.value_and_grad(compute_loss, variables)(x)
+        optimizer.apply(gradients, variables)
+
+    for number in range(handler.total_run_calls, 11 * epochs):
+        begin = number % 11 * BATCH_SIZE
+        (batch,) = strategy.experimental_distribute_dataset(
+            [rows[begin : begin + BATCH_SIZE]]
+        )
+        handler.run(strategy.run, step, args=(batch,))
+        if not (folder / "fast").exists():
+            time.sleep(seconds)
+        entry = [time.time(), os.getpid(), strategy.num_replicas_in_sync, ""]
+        with open(folder / f"batches-{os.getpid()}", "a") as file:
+            print(json.dumps(entry), file=file)
+    values = [ops.convert_to_numpy(variable) for variable in model.variables]
     np.savez(folder / f"weights-{os.getpid()}.npz", *values)
 
 
@@ -135,16 +187,18 @@ def kill_one(folder: pathlib.Path, process: Any, choose: Any) -> float:
 
 def measure(kills: int, workers: int, seed: int) -> None:
     generator = random.Random(seed)
+    # Training has the same bits on 1, 2, 3 and 4 workers.
+    program = ["--virtual-replicas", "12", "--epochs", str(4 * kills)]
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         options = ["--workers", str(workers), "--min-workers", "1"]
         options += ["--max-restarts", str(10 * kills)]
-        epochs = 12 * kills
-        process = start(folder, options, "--epochs", epochs, "--seconds", 0.05)
+        process = start(folder, options, *program, "--seconds", 0.1)
         times = []
         for _ in range(kills):
             time.sleep(generator.uniform(0, 8))
             times.append(kill_one(folder, process, generator.choice))
+        (folder / "fast").touch()
         status = process.wait()
         output = (folder / "output").read_text()
         batches, weights = read_batches(folder), read_weights(folder)
@@ -153,7 +207,7 @@ def measure(kills: int, workers: int, seed: int) -> None:
         with tempfile.TemporaryDirectory() as other:
             subprocess.run(
                 [sys.executable, "-m", "tests.distributed.elastic_program"]
-                + ["--folder", other, "--epochs", str(epochs)],
+                + ["--folder", other, *program],
                 cwd=ROOT,
                 check=True,
             )
@@ -192,6 +246,8 @@ def main() -> None:
     parser.add_argument("--folder", type=pathlib.Path)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--virtual-replicas", type=int)
+    parser.add_argument("--loop", action="store_true", help="train in a custom loop")
     parser.add_argument("--fail-first", type=int, help="the worker that does so once")
     options = parser.parse_args()
     if options.kills is not None:
@@ -207,7 +263,11 @@ def main() -> None:
         if fails and not failed.exists():
             failed.touch()
             sys.exit(3)
-        train(options.folder, options.epochs, options.seconds)
+        arguments = options.folder, options.epochs, options.seconds
+        if options.loop:
+            train_in_a_loop(*arguments)
+        else:
+            train(*arguments, options.virtual_replicas)
 
     ks.run_elastic(train_or_fail)
 

@@ -32,10 +32,10 @@ def run(tmp_path):
         process.wait()
 
 
-def expected_weights(folder):
+def expected_weights(folder, train=elastic_program.train):
     """Return the variables after the same training in this process alone."""
     folder.mkdir()
-    elastic_program.train(folder, 4, 0.0)
+    train(folder, 4, 0.0)
     (weights,) = read_weights(folder)
     return weights
 
@@ -87,3 +87,22 @@ def test_sigterm_ends_one_worker_after_a_save(tmp_path, run):
     expected = expected_weights(tmp_path / "alone")
     assert largest_difference(weights, expected) < 2e-5
     assert read_batches(tmp_path)[-1][2] == 1
+
+
+def test_custom_loop_goes_on_with_a_worker_that_joins(tmp_path, run):
+    options = ["--workers", "2", "--min-workers", "1", "--max-restarts", "1"]
+    process = run(options, "--loop", "--epochs", 4, "--seconds", 0.5, "--fail-first", 1)
+    first = wait_for_batch(tmp_path, process, lambda batch: True)
+    wait_for_batch(tmp_path, process, lambda batch: batch[2] == 2)
+    (tmp_path / "fast").touch()
+    assert process.wait(timeout=240) == 0, (tmp_path / "output").read_text()
+    batches = read_batches(tmp_path)
+    if keras.backend.backend() == "torch":  # alone at first
+        assert first[2] == 1 and first[1] == batches[0][1]
+        # No step was lost or repeated.
+        assert sum(1 for batch in batches if batch[1] == first[1]) == 44
+    weights = read_weights(tmp_path)
+    assert len(weights) == 2
+    expected = expected_weights(tmp_path / "alone", elastic_program.train_in_a_loop)
+    for values in weights:
+        assert largest_difference(values, expected) < 2e-5
