@@ -88,7 +88,8 @@ class _ElasticTeam(WorkerTeam):
         self._slots = [_Slot(index) for index in range(self._launcher.workers)]
         self._cluster = self._ended = 0  # the last cluster, and the last that ended
         self._restarts = self._failures = 0
-        self._is_ending, self._kill_at = False, None
+        self._is_ending = False
+        self._kill_at = self._late_at = None
         self._is_complete = False  # whether a worker has ended with 0
         self._failed: int | None = None
         while True:
@@ -105,7 +106,7 @@ class _ElasticTeam(WorkerTeam):
             elif not self._is_ending:
                 self._form_cluster()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
-                self._signal(signal.SIGKILL)
+                self._signal(signal.SIGKILL, self._slots)
 
     def _start(self, slot: _Slot) -> None:
         slot.channel, end = socket.socketpair()
@@ -133,6 +134,7 @@ class _ElasticTeam(WorkerTeam):
             with contextlib.suppress(KeyError):
                 self._selector.unregister(slot.channel)
             slot.channel.close()
+            self._guard.send("-", slot.process.pid)
             slot.process, slot.is_ready, slot.wait_until = None, False, None
             if status == 0:
                 self._stop_starting()
@@ -143,7 +145,9 @@ class _ElasticTeam(WorkerTeam):
                 self._failed = slot.number
 
     def _handle_failure(self, slot: _Slot, status: int) -> None:
-        is_effect = status == EXIT_OTHER_WORKER_FAILED and slot.cluster <= self._ended
+        is_effect = (
+            status == EXIT_OTHER_WORKER_FAILED and 0 < slot.cluster <= self._ended
+        )
         if slot.cluster == self._cluster:
             self._end_cluster()
         reason = f"{slot.name} {exit_text(status)}."
@@ -170,9 +174,16 @@ class _ElasticTeam(WorkerTeam):
         ready = [slot for slot in self._slots if slot.is_ready]
         if not ready:
             return
-        if any(s.process and s.cluster and not s.is_ready for s in self._slots):
+        late = [s for s in self._slots if s.process and s.cluster and not s.is_ready]
+        if late:
             self._end_cluster()
+            # All leave together: one that does not is stuck.
+            if self._late_at is None and any(slot.cluster for slot in ready):
+                self._late_at = time.monotonic() + self._launcher.grace_seconds
+            if self._late_at is not None and time.monotonic() >= self._late_at:
+                self._signal(signal.SIGKILL, late)
             return
+        self._late_at = None
         # Workers that have trained do not wait for those that start.
         is_enough = len(ready) >= self._launcher.min_workers
         has_trained = any(slot.cluster for slot in ready)
@@ -209,7 +220,7 @@ class _ElasticTeam(WorkerTeam):
 
     def _end_workers(self, number: int) -> None:
         self._stop_starting()
-        self._signal(number)
+        self._signal(number, self._slots)
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self._launcher.grace_seconds
 
@@ -218,7 +229,7 @@ class _ElasticTeam(WorkerTeam):
         for slot in self._slots:
             slot.start_at = None
 
-    def _signal(self, number: int) -> None:
-        for slot in self._slots:
+    def _signal(self, number: int, slots: list[_Slot]) -> None:
+        for slot in slots:
             if slot.process is not None:
                 slot.process.signal(number)

@@ -117,6 +117,25 @@ def test_processes_that_connect_once_all_start_again(tmp_path):
     assert sizes == ["3"] * 6
 
 
+def test_worker_that_does_not_leave_is_killed(tmp_path):
+    text = """
+index, ports, _ = join()
+print(f"{index} of {len(ports)}")
+if index == 1 and is_first("failed"):
+    sys.exit(3)
+if index == 2 and is_first("stuck"):
+    time.sleep(300)
+if len(ports) == 3:
+    wait_until_it_ends()
+    join()
+"""
+    script = Script(tmp_path, text, HEAD)
+    done = script.run("--workers", "3", "--min-workers", "1", "--grace-seconds", "1")
+    assert done.returncode == 0, done.stderr
+    assert "worker 2 was killed by SIGKILL. It is not started again." in done.stderr
+    assert "keras-strategy: 1 of 3 workers train: worker 0." in done.stderr
+
+
 COMPLETE = """
 if folder.joinpath("failed").exists():
     (folder / "again").touch()
