@@ -349,6 +349,8 @@ class ResumableFit:
             )
         self._before, self._begun = position.before, position.begun
         self._order, order = position.orders
+        if not position.read:  # a pass starts here
+            self._before, self._order = resume.get_random_state(), order
         data_adapters.set_epoch(adapter, self._order if position.read else order)
         to_read = position.read
         if self._data is not None:

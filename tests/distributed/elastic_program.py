@@ -39,10 +39,14 @@ def train(
     import keras_strategy as ks
 
     class Record(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
         def on_train_batch_end(self, batch, logs=None):
             if not (folder / "fast").exists():
                 time.sleep(seconds)
-            entry = [time.time(), os.getpid(), size, os.environ.get("TF_CONFIG")]
+            place = [self.epoch, batch, logs["loss"]]
+            entry = [time.time(), os.getpid(), size, os.environ.get("TF_CONFIG"), *place]
             with open(folder / f"batches-{os.getpid()}", "a") as file:
                 print(json.dumps(entry), file=file)
 

@@ -124,6 +124,25 @@ def test_training_resumes(
     assert not (tmp_path / "backup").exists()
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_training_resumes_within_the_epoch_that_it_has_resumed(
+    models, mirrored, tmp_path, replicas
+):
+    strategy = mirrored(replicas)
+    whole, _ = fit(models.fresh(strategy))
+    # From the beginning of an epoch, and then after its third batch.
+    for seed, killed, save_freq in ((1, (1, 0), "epoch"), (2, (1, 3), 1)):
+        backup = ks.callbacks.BackupAndRestore(tmp_path / "backup", save_freq)
+        with pytest.raises(Killed):
+            model = models.fresh(strategy)
+            if seed > 1:
+                model = started_again(models, strategy, seed)
+            fit(model, backup, killed_at(*killed))
+    model = started_again(models, strategy, 3)
+    values, _ = fit(model, ks.callbacks.BackupAndRestore(tmp_path / "backup"))
+    assert largest(whole, values) == 0
+
+
 def test_keras_callback_in_scope(models, mirrored, tmp_path):
     strategy = mirrored(2)
     whole, _ = fit(models.fresh(strategy))
