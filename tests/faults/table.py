@@ -27,8 +27,9 @@ CALLED = (
     *("train_step", "test_step", "predict_step", "loss", "metric", "layer"),
     *("run's function", "own rows", "on_epoch_end"),
 )
-# Where each worker exchanges values with each other one, not only with the chief.
-BETWEEN_ALL = ("fit", "evaluate", "run", "reduce")
+# Where each worker exchanges values with each other one, not only with the chief, as in
+# `evaluate` on torch.
+BETWEEN_ALL = ("fit", "run", "reduce")
 # What the chief alone calls, in the middle of a save.
 OF_CHIEF = ("save_own_variables",)
 # Of an exception here all are told before it goes on, and raise one of it themselves:
