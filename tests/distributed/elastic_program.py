@@ -46,7 +46,13 @@ def train(
             if not (folder / "fast").exists():
                 time.sleep(seconds)
             place = [self.epoch, batch, logs["loss"]]
-            entry = [time.time(), os.getpid(), size, os.environ.get("TF_CONFIG"), *place]
+            entry = [
+                time.time(),
+                os.getpid(),
+                size,
+                os.environ.get("TF_CONFIG"),
+                *place,
+            ]
             with open(folder / f"batches-{os.getpid()}", "a") as file:
                 print(json.dumps(entry), file=file)
 
