@@ -40,8 +40,8 @@ from keras_strategy.errors import (
 
 # Time for the thread to end the process.
 _EXIT_SECONDS = 10.0
-# Time for the failure to arrive when a backend raises: after an error, and after a lost
-# connection, until which a machine that is down is noticed here, too.
+# Time for the coordinator's failure to arrive when a backend raises. A lost connection
+# may mean that a machine is down, which takes longer to detect.
 _GRACE_SECONDS, _LOST_SECONDS = 1.0, 25.0
 _LOST_CONNECTION = re.compile(
     r"connection (?:closed|reset|refused)|socket closed|broken pipe", re.IGNORECASE
@@ -119,7 +119,9 @@ class CoordinatorClient(process_exit.ExitHandler):
         except BaseException as error:
             self.leave()
             if isinstance(error, concurrent.futures.CancelledError):
-                raise ClusterError("The workers changed while they met.") from None
+                raise ClusterError(
+                    "The workers changed before all had connected."
+                ) from None
             raise
         self._thread_exits = exit_process and not is_elastic
 

@@ -88,6 +88,7 @@ class Processes:
         scripts: list[str],
         timeout: float = SOON,
         exit_process: bool = True,
+        is_elastic: bool = False,
     ) -> None:
         """Starts a worker for each script, and waits until all have joined."""
         for rank, script in enumerate(scripts):
@@ -97,6 +98,7 @@ class Processes:
                 "addresses": [self._address] + ["127.0.0.1:1"] * (len(scripts) - 1),
                 "timeout": timeout,
                 "exit_process": exit_process,
+                "is_elastic": is_elastic,
                 "script": script,
             }
             self.workers.append(

@@ -218,6 +218,30 @@ with client.track_operation("all_reduce in step 12"):
     assert "worker 0 disconnected without notice" in errors
 
 
+LEAVES = """
+import time
+from keras_strategy.errors import WorkerFailedError
+print("there", flush=True)
+client.failed.wait(30)
+try:
+    client.exchange("step 13")
+except WorkerFailedError:
+    time.sleep(12)  # longer than a stuck worker may take
+    raise SystemExit(5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "status"), [(WAIT, EXIT_OTHER_WORKER_FAILED), (LEAVES, 5)]
+)
+def test_elastic_worker_ends_only_if_it_is_stuck(processes, script, status):
+    processes.start([script, BUSY], is_elastic=True)
+    processes.reached("there", 0)
+    processes.signal(1, signal.SIGKILL)
+    ((ended, _),) = processes.end(0)
+    assert ended == status
+
+
 def test_exception_in_unowned_process(processes):
     raises = """
 import atexit, sys

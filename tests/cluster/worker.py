@@ -22,6 +22,7 @@ client = CoordinatorClient(
     names,
     60.0,
     exit_process=arguments["exit_process"],
+    is_elastic=arguments["is_elastic"],
 )
 wait_for_others(client, arguments["timeout"])
 print("joined", flush=True)

@@ -19,12 +19,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROWS, BATCH_SIZE = 330, 32  # 11 batches, the last one uneven
+
+
+class Batch(NamedTuple):
+    """A batch that a worker has trained on."""
+
+    time: float
+    pid: int
+    workers: int
+    cluster: str
+
+
+def record_batch(folder: pathlib.Path, workers: int, seconds: float) -> None:
+    """Append a batch to this process's file, after some seconds unless in haste."""
+    if not (folder / "fast").exists():
+        time.sleep(seconds)
+    cluster = os.environ.get("KERAS_STRATEGY_PORT", "")  # a new one each time
+    with open(folder / f"batches-{os.getpid()}", "a") as file:
+        print(json.dumps(Batch(time.time(), os.getpid(), workers, cluster)), file=file)
 
 
 def train(
@@ -39,22 +57,8 @@ def train(
     import keras_strategy as ks
 
     class Record(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            self.epoch = epoch
-
         def on_train_batch_end(self, batch, logs=None):
-            if not (folder / "fast").exists():
-                time.sleep(seconds)
-            place = [self.epoch, batch, logs["loss"]]
-            entry = [
-                time.time(),
-                os.getpid(),
-                size,
-                os.environ.get("TF_CONFIG"),
-                *place,
-            ]
-            with open(folder / f"batches-{os.getpid()}", "a") as file:
-                print(json.dumps(entry), file=file)
+            record_batch(folder, size, seconds)
 
     keras.utils.set_random_seed(1)
     strategy = ks.MultiWorkerMirroredStrategy(
@@ -123,24 +127,20 @@ def train_in_a_loop(folder: pathlib.Path, epochs: int, seconds: float) -> None:
             [rows[begin : begin + BATCH_SIZE]]
         )
         handler.run(strategy.run, step, args=(batch,))
-        if not (folder / "fast").exists():
-            time.sleep(seconds)
-        entry = [time.time(), os.getpid(), strategy.num_replicas_in_sync, ""]
-        with open(folder / f"batches-{os.getpid()}", "a") as file:
-            print(json.dumps(entry), file=file)
+        record_batch(folder, strategy.num_replicas_in_sync, seconds)
     values = [ops.convert_to_numpy(variable) for variable in model.variables]
     np.savez(folder / f"weights-{os.getpid()}.npz", *values)
 
 
-def read_batches(folder: pathlib.Path) -> list[list[Any]]:
+def read_batches(folder: pathlib.Path) -> list[Batch]:
     """Return what the workers have recorded, in the order of time."""
     batches = []
     for file in folder.glob("batches-*"):
         for line in file.read_text().splitlines():
             # A worker may be killed while it writes.
             with contextlib.suppress(ValueError):
-                batches.append(json.loads(line))
-    return sorted(batches, key=lambda batch: batch[0])
+                batches.append(Batch(*json.loads(line)))
+    return sorted(batches)
 
 
 def read_weights(folder: pathlib.Path) -> list[list[np.ndarray]]:
@@ -170,7 +170,7 @@ def start(folder: pathlib.Path, options: list[str], *arguments: Any) -> Any:
         )
 
 
-def wait_for_batch(folder: pathlib.Path, process: Any, condition: Any) -> list[Any]:
+def wait_for_batch(folder: pathlib.Path, process: Any, condition: Any) -> Batch:
     """Wait for a batch of which a condition is true; return it."""
     while process.poll() is None:
         found = list(filter(condition, read_batches(folder)))
@@ -184,10 +184,10 @@ def kill_one(folder: pathlib.Path, process: Any, choose: Any) -> float:
     """Kill one of several workers, once there are as many; return the time."""
     while process.poll() is None:
         batches = read_batches(folder)
-        recent = [b for b in batches if b[3] == batches[-1][3]]
-        pids = sorted({pid for _, pid, *_ in recent})
-        if batches and batches[-1][2] > 1 and time.time() - batches[-1][0] < 0.5:
-            pid = choose(pids)
+        last = batches[-1] if batches else None
+        if last is not None and last.workers > 1 and time.time() - last.time < 0.5:
+            pids = {b.pid for b in batches if last.time - b.time < 2}
+            pid = choose(sorted(pids))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 return time.time()
@@ -226,20 +226,20 @@ def measure(kills: int, workers: int, seed: int) -> None:
         print(f"largest difference of a variable: {largest:.1e}")
 
 
-def report(batches: list[list[Any]], times: list[float], output: str) -> None:
+def report(batches: list[Batch], times: list[float], output: str) -> None:
     """Print the sizes of the clusters, and how long training stopped."""
     sizes = re.findall(r"(\d+) of \d+ workers train", output)
     print("clusters:", " ".join(sizes))
     stops = []
     for moment in times:
-        before = [b for b in batches if b[0] < moment]
-        after = [b for b in batches if b[0] > moment and b[3] != before[-1][3]]
-        stops.append(after[0][0] - moment)
+        before = {b.cluster for b in batches if b.time < moment}
+        after = [b for b in batches if b.time > moment and b.cluster not in before]
+        stops.append(after[0].time - moment)
     joins = []
     for previous, batch in zip(batches, batches[1:], strict=False):
-        is_join = batch[2] > previous[2]
-        if is_join and not any(previous[0] < moment < batch[0] for moment in times):
-            joins.append(batch[0] - previous[0])
+        is_killed = any(previous.time < moment < batch.time for moment in times)
+        if batch.workers > previous.workers and not is_killed:
+            joins.append(batch.time - previous.time)
     for name, seconds in ("kill", stops), ("join", joins):
         if seconds:
             print(

@@ -44,14 +44,15 @@ def test_training_goes_on_when_workers_fail_and_join(tmp_path, run):
     """One worker fails before it connects, and one is killed in a step."""
     options = ["--workers", "3", "--min-workers", "1", "--max-restarts", "2"]
     process = run(options, "--epochs", 4, "--seconds", 0.5, "--fail-first", 1)
-    joined = wait_for_batch(tmp_path, process, lambda batch: batch[2] == 3)
-    killed = joined[1]
+    joined = wait_for_batch(tmp_path, process, lambda batch: batch.workers == 3)
+    killed = joined.pid
     os.kill(killed, signal.SIGKILL)
 
-    before = {pid for _, pid, size, _ in read_batches(tmp_path) if size == 3}
+    before = {b.pid for b in read_batches(tmp_path) if b.workers == 3}
 
     def is_later(batch):
-        return batch[1] not in before or (batch[0] > joined[0] and batch[2] == 2)
+        is_smaller = batch.time > joined.time and batch.workers == 2
+        return batch.pid not in before or is_smaller
 
     after = wait_for_batch(tmp_path, process, is_later)
     (tmp_path / "fast").touch()
@@ -60,10 +61,10 @@ def test_training_goes_on_when_workers_fail_and_join(tmp_path, run):
     sizes = list(map(int, re.findall(r"(\d) of 3 workers train", output)))
     if keras.backend.backend() == "torch":
         assert sizes[:4] == [3, 2, 3, 2], output
-        assert after[1] in before - {killed}
+        assert after.pid in before - {killed}
     else:  # they connect once in a process
         assert sizes == [3, 3, 3], output
-        assert after[1] not in before
+        assert after.pid not in before
     weights = read_weights(tmp_path)
     assert len(weights) == sizes[-1]
     expected = expected_weights(tmp_path / "alone")
@@ -74,9 +75,9 @@ def test_training_goes_on_when_workers_fail_and_join(tmp_path, run):
 def test_sigterm_ends_one_worker_after_a_save(tmp_path, run):
     options = ["--workers", "2", "--min-workers", "1"]
     process = run(options, "--epochs", 4, "--seconds", 0.5)
-    pid = wait_for_batch(tmp_path, process, lambda batch: batch[2] == 2)[1]
+    pid = wait_for_batch(tmp_path, process, lambda batch: batch.workers == 2).pid
     os.kill(pid, signal.SIGTERM)
-    wait_for_batch(tmp_path, process, lambda batch: batch[2] == 1)
+    wait_for_batch(tmp_path, process, lambda batch: batch.workers == 1)
     (tmp_path / "fast").touch()
     status = process.wait(timeout=240)
     output = (tmp_path / "output").read_text()
@@ -86,21 +87,21 @@ def test_sigterm_ends_one_worker_after_a_save(tmp_path, run):
     (weights,) = read_weights(tmp_path)
     expected = expected_weights(tmp_path / "alone")
     assert largest_difference(weights, expected) < 2e-5
-    assert read_batches(tmp_path)[-1][2] == 1
+    assert read_batches(tmp_path)[-1].workers == 1
 
 
 def test_custom_loop_goes_on_with_a_worker_that_joins(tmp_path, run):
     options = ["--workers", "2", "--min-workers", "1", "--max-restarts", "1"]
     process = run(options, "--loop", "--epochs", 4, "--seconds", 0.5, "--fail-first", 1)
     first = wait_for_batch(tmp_path, process, lambda batch: True)
-    wait_for_batch(tmp_path, process, lambda batch: batch[2] == 2)
+    wait_for_batch(tmp_path, process, lambda batch: batch.workers == 2)
     (tmp_path / "fast").touch()
     assert process.wait(timeout=240) == 0, (tmp_path / "output").read_text()
     batches = read_batches(tmp_path)
     if keras.backend.backend() == "torch":  # alone at first
-        assert first[2] == 1 and first[1] == batches[0][1]
+        assert first.workers == 1 and first.pid == batches[0].pid
         # No step was lost or repeated.
-        assert sum(1 for batch in batches if batch[1] == first[1]) == 44
+        assert sum(batch.pid == first.pid for batch in batches) == 44
     weights = read_weights(tmp_path)
     assert len(weights) == 2
     expected = expected_weights(tmp_path / "alone", elastic_program.train_in_a_loop)
