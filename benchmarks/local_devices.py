@@ -24,7 +24,7 @@ import numpy as np
 
 import keras_strategy as ks
 from benchmarks.paired_timing import WALL, OtherLoad, Turn, compare, warm
-from keras_strategy.launch import info
+from keras_strategy.commands import info
 
 _INPUTS, _CLASSES = 64, 10
 # Other processes' share of the machine from which a measured ratio is unreliable.

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from benchmarks.comparisons import Comparison
 from benchmarks.paired_timing import CPU, WALL
-from keras_strategy.launch.local_cluster import LocalCluster, free_ports
-from keras_strategy.launch.processes import Process
+from keras_strategy.commands.local_cluster import LocalCluster, free_ports
+from keras_strategy.commands.processes import Process
 from keras_strategy.testing.warm_starter import WarmStarter, base_environment
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from conformance.program import Program, select
 from conformance.systems import ALL, System
 from conformance.systems.training import NotApplicable, Outcome
-from keras_strategy.launch.local_cluster import free_ports
+from keras_strategy.commands.local_cluster import free_ports
 
 # The largest differences of rounding, in weights and in logs.
 WEIGHTS, LOGS = 2e-5, 1e-5

@@ -2,7 +2,7 @@
 
 import sys
 
-from keras_strategy.launch.cli import main
+from keras_strategy.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -58,7 +58,7 @@ gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 
 # The tests in these directories use no backend, so they run once.
-ENGINELESS = {"benchmarks", "cluster", "launch", "testing"}
+ENGINELESS = {"benchmarks", "cluster", "commands", "testing"}
 
 
 # Tests that start processes with a backend: the other parts need no warm starter.

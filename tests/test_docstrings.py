@@ -23,7 +23,7 @@ def documented():
     """Public objects, and the public methods of public classes."""
     public = {name: getattr(ks, name) for name in ks.__all__ if name != "__version__"}
     modules = [*(public[name] for name in MODULES), ks.experimental.partitioners]
-    modules += [importlib.import_module(f"keras_strategy.launch.{n}") for n in LAUNCH]
+    modules += [importlib.import_module(f"keras_strategy.commands.{n}") for n in LAUNCH]
     modules.append(importlib.import_module("keras_strategy.testing"))
     for module in modules:
         # Some make their names when they are asked for.

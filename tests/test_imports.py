@@ -52,7 +52,7 @@ def test_keras_is_imported_lazily():
     code = """
 import sys
 import keras_strategy as ks
-import keras_strategy.launch.cli, keras_strategy.launch.launcher
+import keras_strategy.commands.cli, keras_strategy.commands.launcher
 import keras_strategy.testing, keras_strategy.testing.worker_call
 import keras_strategy.cluster.membership
 ks.errors.ClusterError, dir(ks), hasattr(ks, "nonsense")

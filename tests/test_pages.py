@@ -14,7 +14,7 @@ import keras
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.launch import cli
+from keras_strategy.commands import cli
 from tests.pages import Block, blocks_of
 from tools import pictures, site_pages
 

@@ -177,7 +177,7 @@ def _is_known_module(name: str) -> bool:
 @functools.cache
 def _is_command(name: str) -> bool:
     """Return True if the command line has a subcommand of that name."""
-    main = importlib.import_module("keras_strategy.launch.cli").main
+    main = importlib.import_module("keras_strategy.commands.cli").main
     ignored = io.StringIO()
     with contextlib.redirect_stdout(ignored), contextlib.redirect_stderr(ignored):
         try:

@@ -40,7 +40,7 @@ SECTIONS = {
     "coordinator": "Coordinator",
     "experimental": "Experimental",
     "tpu": "TPU",
-    "launch": "Command line and launcher",
+    "commands": "Command line and launcher",
     "testing": "Tests with workers",
 }
 _FIX = re.compile(

@@ -147,7 +147,7 @@ def idea() -> str:
 
 
 LAYERS = (
-    ("testing   launch", "worker processes for your tests; the command line"),
+    ("testing   commands", "worker processes for your tests; the command line"),
     ("experimental   tpu", "further names of tf.distribute and of tf.tpu"),
     ("callbacks   coordinator", "callbacks for fit; functions on workers"),
     ("config", "settings of the process"),

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from keras_strategy.launch.local_cluster import free_ports
+from keras_strategy.commands.local_cluster import free_ports
 from keras_strategy.testing import WorkerRunner
 
 ROOT = Path(__file__).parents[2]

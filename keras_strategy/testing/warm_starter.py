@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategy.launch.local_cluster import shared_variables
-from keras_strategy.launch.processes import Process, WorkerProcess, exit_text
+from keras_strategy.commands.local_cluster import shared_variables
+from keras_strategy.commands.processes import Process, WorkerProcess, exit_text
 
 _SERVER = str(pathlib.Path(__file__).with_name("warm_server.py"))
 _PACKAGE_ROOT = str(pathlib.Path(__file__).parents[2])

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keras_strategy.launch.local_cluster import PORT_IN_USE, LocalCluster
-from keras_strategy.launch.processes import Process, ProcessWatch, exit_text
+from keras_strategy.commands.local_cluster import PORT_IN_USE, LocalCluster
+from keras_strategy.commands.processes import Process, ProcessWatch, exit_text
 from keras_strategy.testing.warm_starter import (
     WarmStarter,
     base_environment,

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 import keras_strategy as ks
-from keras_strategy.launch.local_cluster import free_ports
+from keras_strategy.commands.local_cluster import free_ports
 from tests.backends.coordinator_program import error_of, shared, told
 
 *ports, calls = [f"127.0.0.1:{port}" for port in free_ports(4)]

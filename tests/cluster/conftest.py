@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from keras_strategy.cluster.client import CoordinatorClient
-from keras_strategy.launch.local_cluster import free_ports
+from keras_strategy.commands.local_cluster import free_ports
 from tests.cluster.short import wait_for_others
 
 WORKER = pathlib.Path(__file__).with_name("worker.py")

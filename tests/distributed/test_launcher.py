@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategy.launch import launcher
-from keras_strategy.launch.launcher import Launcher
+from keras_strategy.commands import launcher
+from keras_strategy.commands.launcher import Launcher
 from keras_strategy.testing.warm_starter import base_environment
 
 ROOT = pathlib.Path(__file__).parents[2]

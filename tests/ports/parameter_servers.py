@@ -12,7 +12,7 @@ import pytest
 from keras import layers
 
 import keras_strategy as ks
-from keras_strategy.launch.local_cluster import free_ports
+from keras_strategy.commands.local_cluster import free_ports
 from tests.ports.port import BACKEND, Outcome, port
 
 ROWS, BATCH, EPOCHS, STEPS = 37, 8, 2, 5  # the last batch has 5

@@ -8,9 +8,9 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
+from keras_strategy.commands.cli import main
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
-from keras_strategy.launch.cli import main
 from keras_strategy.training.reduction import find_subtrees, sum_in_tree
 from tests.equality.compare import assert_equal, scope, train
 

@@ -76,7 +76,7 @@ class WorkerProcess(Process):
     import os
     import sys
 
-    from keras_strategy.launch.processes import WorkerProcess
+    from keras_strategy.commands.processes import WorkerProcess
 
     worker = WorkerProcess("worker 0", [sys.executable, "-c", "exit(3)"], os.environ)
     assert worker.wait() == 3

@@ -2,8 +2,8 @@
 
 import pytest
 
-from keras_strategy.launch import port
-from keras_strategy.launch.cli import main
+from keras_strategy.commands import port
+from keras_strategy.commands.cli import main
 from tools import tf_distribute_page as table
 
 PROGRAM = '''\

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from keras_strategy.launch import launcher, local_cluster, processes
+from keras_strategy.commands import launcher, local_cluster, processes
 
 DOCUMENTED = [
     local_cluster.LocalCluster,

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.launch.scripts import ROOT, Script, finish, start
+from tests.commands.scripts import ROOT, Script, finish, start
 from tests.processes import wait_for_pids, wait_until, wait_until_gone
 
 WAIT = """
@@ -422,7 +422,7 @@ def test_launcher_does_not_import_keras(tmp_path):
     script = Script(tmp_path, "tell('modules', json.dumps(sorted(sys.modules)))")
     code = (
         "import json, sys\n"
-        "from keras_strategy.launch.cli import main\n"
+        "from keras_strategy.commands.cli import main\n"
         "assert main() == 0\n"
         "print(json.dumps(sorted(sys.modules)), file=sys.stderr)"
     )
@@ -431,7 +431,7 @@ def test_launcher_does_not_import_keras(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     parent = set(json.loads(done.stderr))
-    assert "keras_strategy.launch.launcher" in parent
+    assert "keras_strategy.commands.launcher" in parent
     heavy = {"keras", "numpy", "jax", "torch", "tensorflow"}
     assert not heavy & (parent | set(script.told("modules", 1)[0]))
 

@@ -10,21 +10,21 @@ import pytest
 
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED
-from keras_strategy.launch.cli import main
-from keras_strategy.launch.local_cluster import free_ports
-from keras_strategy.launch.worker_checks import compare_clocks
+from keras_strategy.commands.cli import main
+from keras_strategy.commands.local_cluster import free_ports
+from keras_strategy.commands.worker_checks import compare_clocks
 from keras_strategy.options import CommunicationOptions
+from tests.commands.scripts import ROOT, finish, start
 from tests.distributed.machines import (
     Machine,
     simulated_machines,
     skip_without_namespaces,
 )
-from tests.launch.scripts import ROOT, finish, start
 
 # A worker that enters its machine, if it has one, before it runs the command.
 WORKER = """
 import json, sys
-from keras_strategy.launch.cli import main
+from keras_strategy.commands.cli import main
 machine, *arguments = json.loads(sys.argv[1])
 if machine:
     from tests.distributed.machines import Machine

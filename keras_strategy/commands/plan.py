@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_strategy.launch.first_fit import first_batch, has_arrays, run_to_first_fit
+from keras_strategy.commands.first_fit import first_batch, has_arrays, run_to_first_fit
 from keras_strategy.strategies.plan import plan_step
 from keras_strategy.training.ownership import strategy_of_model
 

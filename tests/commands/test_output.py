@@ -2,7 +2,7 @@ import collections
 import io
 import os
 
-from keras_strategy.launch.launcher import PrefixedStream, failure_lines
+from keras_strategy.commands.launcher import PrefixedStream, failure_lines
 
 
 def pass_on(*chunks: bytes) -> tuple[bytes, collections.deque[bytes]]:

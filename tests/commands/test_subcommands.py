@@ -13,9 +13,9 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.cluster import process_exit
+from keras_strategy.commands import doctor, local_cluster, scaling
+from keras_strategy.commands.cli import main
 from keras_strategy.core.registry import get_engine
-from keras_strategy.launch import doctor, local_cluster, scaling
-from keras_strategy.launch.cli import main
 
 
 def test_info_as_json(capsys, monkeypatch):

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import BinaryIO
 
 from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED
-from keras_strategy.launch.local_cluster import LocalCluster, thread_limits
-from keras_strategy.launch.processes import (
+from keras_strategy.commands.local_cluster import LocalCluster, thread_limits
+from keras_strategy.commands.processes import (
     Guard,
     ProcessWatch,
     WorkerProcess,
@@ -64,7 +64,7 @@ class Launcher:
     ```python
     import sys
 
-    from keras_strategy.launch.launcher import Launcher
+    from keras_strategy.commands.launcher import Launcher
 
     status = Launcher((sys.executable, "-c", "exit(3)"), workers=1).run()
     assert status == 3

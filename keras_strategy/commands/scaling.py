@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from keras_strategy.launch import local_cluster
-from keras_strategy.launch.processes import run_python
+from keras_strategy.commands import local_cluster
+from keras_strategy.commands.processes import run_python
 
 # "29/29 - 0s - 5ms/step - ...", or "29/29 ━━━ 0s 346us/step - ...".
 _EPOCH = re.compile(r"(\d+)/\1\b.*?\b([\d.]+)(s|ms|us)/(?:step|epoch)")

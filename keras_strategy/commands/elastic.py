@@ -14,15 +14,15 @@ from typing import Any
 
 from keras_strategy.cluster.elastic import CHANNEL_VARIABLE
 from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED
-from keras_strategy.launch.launcher import (
+from keras_strategy.commands.launcher import (
     CAUSE_SECONDS,
     Launcher,
     WorkerTeam,
     print_line,
     restart_seconds,
 )
-from keras_strategy.launch.local_cluster import LocalCluster, shared_variables
-from keras_strategy.launch.processes import WorkerProcess, exit_text
+from keras_strategy.commands.local_cluster import LocalCluster, shared_variables
+from keras_strategy.commands.processes import WorkerProcess, exit_text
 
 
 @dataclasses.dataclass(frozen=True)

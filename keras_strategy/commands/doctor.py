@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from keras_strategy.cluster_resolver import detect
-from keras_strategy.launch.processes import run_python
+from keras_strategy.commands.processes import run_python
 
 # The programs print these before their numbers.
 _DIFFERENCE = "largest difference:"
 _SUM = "sum over the workers:"
-_PROGRAMS = "keras_strategy.launch.doctor"
+_PROGRAMS = "keras_strategy.commands.doctor"
 _BACKENDS = "jax", "torch", "tensorflow"
 _MAX_DIFFERENCE = 1e-5
 _WORKERS = 2
@@ -52,7 +52,7 @@ class Finding(NamedTuple):
 def main(options: argparse.Namespace) -> int:
     seconds = options.timeout_seconds
     if options.workers:
-        worker_checks = importlib.import_module("keras_strategy.launch.worker_checks")
+        worker_checks = importlib.import_module("keras_strategy.commands.worker_checks")
         return worker_checks.main(30 if seconds is None else seconds)
     return report(findings(180 if seconds is None else seconds))
 

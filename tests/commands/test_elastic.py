@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.launch.scripts import Script, finish
+from tests.commands.scripts import Script, finish
 from tests.processes import wait_for_pids
 
 HEAD = """

@@ -10,9 +10,9 @@ import keras
 import pytest
 
 import keras_strategy as ks
+from keras_strategy.commands.cli import main
 from keras_strategy.core.registry import get_engine
-from keras_strategy.launch.cli import main
-from tests.launch.scripts import ROOT, finish, start
+from tests.commands.scripts import ROOT, finish, start
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from keras_strategy.launch.local_cluster import PORT_IN_USE, free_ports
-from tests.launch.scripts import finish, start
+from keras_strategy.commands.local_cluster import PORT_IN_USE, free_ports
+from tests.commands.scripts import finish, start
 
 
 def test_ports_are_free_and_distinct():
@@ -36,7 +36,7 @@ def test_two_programs_find_different_ports():
     """Though neither has opened them yet."""
     (port,) = free_ports(1)
     code = (
-        "from keras_strategy.launch.local_cluster import free_ports\n"
+        "from keras_strategy.commands.local_cluster import free_ports\n"
         f"free_ports(1, among=range({port}, {port + 1}))"
     )
     other = finish(start(program=["-c", code]))

@@ -49,7 +49,7 @@ class LocalCluster:
     Example:
 
     ```python
-    from keras_strategy.launch.local_cluster import LocalCluster
+    from keras_strategy.commands.local_cluster import LocalCluster
 
     cluster = LocalCluster((12345, 12346), 12347)
     assert "127.0.0.1:12346" in cluster.variables(0)["TF_CONFIG"]
@@ -152,7 +152,7 @@ def free_ports(count: int, among: range | None = None) -> list[int]:
     Example:
 
     ```python
-    from keras_strategy.launch.local_cluster import free_ports
+    from keras_strategy.commands.local_cluster import free_ports
 
     assert len(set(free_ports(3))) == 3
     ```

@@ -132,7 +132,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if options.subcommand != "run":
         if options.subcommand == "completion":
             return _print_completion(options)
-        module = importlib.import_module(f"keras_strategy.launch.{options.subcommand}")
+        module = importlib.import_module(
+            f"keras_strategy.commands.{options.subcommand}"
+        )
         return module.main(options)
 
     if not options.module and not os.path.exists(options.program):
@@ -141,8 +143,8 @@ def main(args: Sequence[str] | None = None) -> int:
             "a Python script, or -m and the name of a module"
         )
 
-    from keras_strategy.launch.elastic import ElasticLauncher
-    from keras_strategy.launch.launcher import Launcher
+    from keras_strategy.commands.elastic import ElasticLauncher
+    from keras_strategy.commands.launcher import Launcher
 
     kind = Launcher
     if options.min_workers is not None:

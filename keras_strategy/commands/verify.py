@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 import keras_strategy as ks
-from keras_strategy.launch.first_fit import first_batch, run_to_first_fit
+from keras_strategy.commands.first_fit import first_batch, run_to_first_fit
 
 
 def main(options: argparse.Namespace) -> int:
