@@ -27,6 +27,7 @@ from keras_strategy.data.indexed_dataset import IndexedDataset
 from keras_strategy.data.sharding_policy import files
 from keras_strategy.data.splitting import predict
 from keras_strategy.keras_patches.fingerprint import Fingerprint, fingerprint
+from keras_strategy.local_workers import launch
 from keras_strategy.options import (
     InputContext,
     InputOptions,
@@ -104,6 +105,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "launch",
     "plan",
     "predict",
     "profile",

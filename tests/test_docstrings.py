@@ -14,16 +14,18 @@ EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
 MODULES = "callbacks", "config", "cluster_resolver", "coordinator", "experimental"
-LAUNCH = "launcher", "local_cluster", "processes"
+COMMANDS = "launcher", "local_cluster", "processes"
 # They start processes, which are the same on every backend: on torch.
-ONCE = "launch.", "testing.WorkerRunner", "testing.WarmStarter"
+ONCE = "commands.", "testing.WorkerRunner", "testing.WarmStarter"
 
 
 def documented():
     """Public objects, and the public methods of public classes."""
     public = {name: getattr(ks, name) for name in ks.__all__ if name != "__version__"}
     modules = [*(public[name] for name in MODULES), ks.experimental.partitioners]
-    modules += [importlib.import_module(f"keras_strategy.commands.{n}") for n in LAUNCH]
+    modules += [
+        importlib.import_module(f"keras_strategy.commands.{n}") for n in COMMANDS
+    ]
     modules.append(importlib.import_module("keras_strategy.testing"))
     for module in modules:
         # Some make their names when they are asked for.
@@ -74,7 +76,7 @@ def is_ours(name, value):
     return (
         module.startswith("keras_strategy")
         and module != "keras_strategy.core.registry"
-        and not name.startswith("launch.")
+        and not name.startswith("commands.")
     )
 
 

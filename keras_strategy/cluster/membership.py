@@ -260,8 +260,8 @@ def join_cluster(
     if hasattr(getattr(builtins, "get_ipython", lambda: None)(), "kernel"):
         raise RuntimeError(
             "A notebook cannot be one of several workers, which run the same program "
-            "at the same time. Write the program to a file and start it with "
-            f"`keras-strategy run --workers {len(names)} train.py`, or use "
+            "at the same time. Put the training into a function and call "
+            f"`keras_strategy.launch(train, workers={len(names)})`, or use "
             "MirroredStrategy for the devices of this machine."
         )
     job = getattr(resolver, "job_identity", "")

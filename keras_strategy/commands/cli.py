@@ -31,8 +31,10 @@ cluster in TF_CONFIG. When one fails, the others are ended."""
 _RUN_EXAMPLES = """\
 examples:
   keras-strategy run --workers 2 train.py --epochs 5
+  keras-strategy run --workers auto train.py
   keras-strategy run --workers 4 --max-restarts 3 -m my_package.train"""
 _DEVICES = "logical CPU devices of each worker (default: the backend's own)"
+_GPUS = "GPUs that each worker sees (default: all GPUs, divided evenly)"
 _RESTARTS = "how often to restart all workers when one failed or was preempted"
 _MIN_WORKERS = (
     "the others go on while so many are left; for programs that call run_elastic"
@@ -145,8 +147,13 @@ def main(args: Sequence[str] | None = None) -> int:
 
     from keras_strategy.commands.elastic import ElasticLauncher
     from keras_strategy.commands.launcher import Launcher
+    from keras_strategy.commands.local_cluster import count_workers
 
     kind = Launcher
+    try:
+        options.workers = count_workers(options.workers, options.gpus_per_worker)
+    except ValueError as error:
+        options.fail(str(error))
     if options.min_workers is not None:
         if options.min_workers > options.workers:
             options.fail(
@@ -163,6 +170,7 @@ def main(args: Sequence[str] | None = None) -> int:
             options.max_restarts,
             options.grace_seconds,
             options.fingerprint,
+            options.gpus_per_worker,
         ).run()
     except BrokenPipeError:
         # Nobody reads the output any more. Python would complain again when it
@@ -195,14 +203,15 @@ def _parser() -> argparse.ArgumentParser:
     run = add("run", summary, _RUN, epilog, allow_abbrev=False)
     run.add_argument(
         "--workers",
-        type=_int_from(1),
+        type=lambda text: text if text == "auto" else _int_from(1)(text),
         required=True,
         metavar="N",
-        help="number of workers to start",
+        help="number of workers to start, or auto for one on each GPU",
     )
     _add_options(
         run,
         ("devices-per-worker", _int_from(1), None, "M", _DEVICES),
+        ("gpus-per-worker", _int_from(0), None, "G", _GPUS),
         ("max-restarts", _int_from(0), 0, "R", _RESTARTS),
         ("min-workers", _int_from(1), None, "N", _MIN_WORKERS),
         ("grace-seconds", _seconds, 30, "S", _GRACE),

@@ -16,7 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import BinaryIO
 
 from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED
-from keras_strategy.commands.local_cluster import LocalCluster, thread_limits
+from keras_strategy.commands.local_cluster import (
+    LocalCluster,
+    gpu_variables,
+    thread_limits,
+)
 from keras_strategy.commands.processes import (
     Guard,
     ProcessWatch,
@@ -58,6 +62,7 @@ class Launcher:
         max_restarts: How often to restart all workers when one failed or was preempted.
         grace_seconds: How long a worker may take to end when it is asked to.
         fingerprint: The file for the fingerprint of the trained model, or None.
+        gpus_per_worker: How many GPUs each worker sees; None divides them evenly.
 
     Example:
 
@@ -77,6 +82,7 @@ class Launcher:
     max_restarts: int = 0
     grace_seconds: float = 30.0
     fingerprint: str | None = None
+    gpus_per_worker: int | None = None
 
     @property
     def variables(self) -> dict[str, str]:
@@ -228,12 +234,14 @@ class WorkerTeam:
         variables: Mapping[str, str],
         descriptors: Sequence[int] = (),
     ) -> WorkerProcess:
+        workers = self._launcher.workers
         worker = WorkerProcess(
             name,
             self._launcher.command,
             {
-                **thread_limits(self._launcher.workers),
+                **thread_limits(workers),
                 **os.environ,
+                **gpu_variables(rank, workers, self._launcher.gpus_per_worker),
                 **self._launcher.variables,
                 **variables,
             },

@@ -3,12 +3,14 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import random
 import re
 import secrets
 import socket
+import subprocess
 
 from keras_strategy.cluster.network import ephemeral_ports
 from keras_strategy.cluster.rendezvous import (
@@ -133,6 +135,53 @@ def thread_limits(workers: int) -> dict[str, str]:
     if workers == 1:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))}
+
+
+@functools.cache
+def visible_gpus() -> tuple[str, ...]:
+    """Return this process's GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(gpu for gpu in visible.split(",") if gpu.strip() not in ("", "-1"))
+    # By UUID: nvidia-smi numbers the GPUs in another order than CUDA.
+    command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    try:
+        return tuple(subprocess.check_output(command, text=True, timeout=60).split())
+    except (OSError, subprocess.SubprocessError):
+        return ()
+
+
+def count_workers(workers: int | str, gpus_per_worker: int | None) -> int:
+    """Return the number of workers; "auto" means as many as there are GPUs for."""
+    gpus = len(visible_gpus())
+    count = gpus // (gpus_per_worker or 1) if workers == "auto" else workers
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(
+            "Argument `workers` must be a positive integer, or 'auto' on a machine "
+            f"with GPUs for a worker. Received: workers={workers!r} with {gpus} GPUs"
+        )
+    if not 0 <= count * (gpus_per_worker or 0) <= gpus:
+        raise ValueError(
+            f"Argument `gpus_per_worker` must be from 0 to {gpus // count}, since "
+            f"{count} workers divide {gpus} GPUs. "
+            f"Received: gpus_per_worker={gpus_per_worker!r}"
+        )
+    return count
+
+
+def gpu_variables(
+    rank: int, workers: int, gpus_per_worker: int | None
+) -> dict[str, str]:
+    """Return the variable by which a worker sees its own GPUs.
+
+    By default the workers divide all GPUs evenly. If there are fewer GPUs than workers,
+    each sees all of them.
+    """
+    gpus = visible_gpus()
+    count = len(gpus) // workers if gpus_per_worker is None else gpus_per_worker
+    if not count and gpus_per_worker is None:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank * count :][:count])}
 
 
 def available_cores() -> int:

@@ -1,6 +1,8 @@
 """Strategies with a copy of each variable on each device, and the default strategy."""
 
 import contextlib
+import logging
+import os
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -33,6 +35,8 @@ from keras_strategy.training.cross_device_ops import (
     check_cross_device_ops,
 )
 from keras_strategy.training.resume import sync_random_states
+
+logger = logging.getLogger("keras_strategy")
 
 
 class DefaultStrategy(Strategy):
@@ -156,8 +160,21 @@ class MirroredStrategy(Strategy):
             virtual_replicas, get_engine(), shard, cross_device_ops
         )
         self._devices = resolve_local_devices(devices)
+        _log_if_in_turns(self._devices)
         devices = repeat_devices(self._devices, virtual_replicas)
         super().__init__(StrategyExtended(self, devices, cross_device_ops))
+
+
+def _log_if_in_turns(devices: tuple[str, ...]) -> None:
+    """Log how to train faster where the replicas of several GPUs take turns."""
+    is_gpu = devices[0].startswith("gpu")
+    if keras.backend.backend() == "torch" and len(devices) > 1 and is_gpu:
+        logger.warning(
+            "On torch, the %d replicas of one process take turns. To train in "
+            "parallel, use MultiWorkerMirroredStrategy and start the program with "
+            "`keras-strategy run --workers auto`, or call `keras_strategy.launch`.",
+            len(devices),
+        )
 
 
 def connect_workers(resolver: Any, options: CommunicationOptions) -> Cluster | None:
@@ -290,14 +307,18 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 def _local_devices(devices: tuple[str, ...], workers: Cluster) -> tuple[str, ...]:
-    """Return this worker's share of a machine's GPUs, which torch shows to them all."""
+    """Return this worker's GPUs, where the workers of a machine see the same ones."""
     hosts = [split_host_port(address)[0] for address in workers.addresses]
     host = hosts[workers.rank]
     neighbours = [rank for rank, other in enumerate(hosts) if host and other == host]
-    if keras.backend.backend() != "torch" or not neighbours or devices[0] == "cpu:0":
+    if keras.backend.backend() != "torch" or len(set(hosts)) == len(hosts):
         return devices
-    share = len(devices) // len(neighbours)
-    if share == 0:
+    visible = workers.exchange(
+        "the workers' GPUs", os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
+    is_shared = all(visible[rank] == visible[workers.rank] for rank in neighbours)
+    share = len(devices) // len(neighbours) if neighbours else 0
+    if devices[0] == "cpu:0" or share == 0 or not is_shared:
         return devices
     first = neighbours.index(workers.rank) * share
     return devices[first : first + share]

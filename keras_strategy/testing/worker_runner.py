@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import operator
 import os
 import pathlib
 import pickle
@@ -12,8 +13,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import cloudpickle
 
 from keras_strategy.commands.local_cluster import PORT_IN_USE, LocalCluster
 from keras_strategy.commands.processes import Process, ProcessWatch, exit_text
@@ -54,12 +57,21 @@ class WorkerFailed(RuntimeError):
     Attributes:
         rank: The worker that failed first.
         ends: A `WorkerEnd` for every worker, by rank.
+        error: The exception that its function raised, with its traceback as a note;
+            None if there is none that pickles.
     """
 
-    def __init__(self, message: str, rank: int, ends: list[WorkerEnd]) -> None:
+    def __init__(
+        self,
+        message: str,
+        rank: int,
+        ends: list[WorkerEnd],
+        error: Exception | None = None,
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.ends = ends
+        self.error = error
 
 
 class WorkerTimeout(WorkerFailed):
@@ -79,14 +91,17 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
 
     Args:
         workers: The number of workers.
-        devices_per_worker: The number of logical CPU devices of each.
+        devices_per_worker: The number of logical CPU devices of each; None keeps the
+            environment's, or the backend's own.
         timeout_seconds: Time limit for the workers of one `start` or `run`. When it
             passes, the Python stacks of running workers are printed, and all are
             killed.
-        environment: More environment variables for the workers; None removes one.
+        environment: More environment variables for the workers, or a list with those
+            of each worker, by rank; None as a value removes one.
         chief: Whether the first worker is the task "chief" instead of "worker".
         grace_seconds: Time that `run` gives the other workers after one has failed.
         starter: Starts the workers without importing Keras in each of them.
+        streams: Whether the first worker's output is printed as it arrives.
 
     Example:
 
@@ -118,17 +133,22 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
     def __init__(
         self,
         workers: int = 2,
-        devices_per_worker: int = 1,
+        devices_per_worker: int | None = 1,
         timeout_seconds: float = 120,
-        environment: Mapping[str, str | None] | None = None,
+        environment: Mapping[str, str | None]
+        | Sequence[Mapping[str, str | None]]
+        | None = None,
         chief: bool = False,
         grace_seconds: float = 5,
         starter: WarmStarter | None = None,
+        streams: bool = False,
     ) -> None:
         for name, value in (
             ("workers", workers),
             ("devices_per_worker", devices_per_worker),
         ):
+            if value is None and name == "devices_per_worker":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(
                     f"Argument `{name}` must be a positive integer. "
@@ -142,7 +162,9 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
         self._workers, self._chief = workers, chief
         self._devices_per_worker = devices_per_worker
         self._timeout_seconds, self._grace_seconds = timeout_seconds, grace_seconds
-        self._environment = dict(environment or {})
+        if environment is None or isinstance(environment, Mapping):
+            environment = [environment or {}] * workers
+        self._environments, self._streams = list(environment), streams
         self._start_script = start_cold if starter is None else starter.start
         self._processes: list[Process] = []
         self._folder: tempfile.TemporaryDirectory | None = None
@@ -164,8 +186,9 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
         again on other ports.
 
         Args:
-            function: A function at the top level of a module. A worker imports it by
-                name, with the `sys.path` of this process.
+            function: A function. A worker imports it by name, with the `sys.path` of
+                this process. Functions of the main program and functions in functions
+                are sent by cloudpickle, with the values that they name.
             *args: Its arguments, which must pickle.
             **kwargs: Its keyword arguments, likewise.
 
@@ -185,7 +208,8 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
                 return [self._result(rank, ends) for rank in range(self._workers)]
             taken = any(PORT_IN_USE.search(end.output) for end in ends)
             if not taken or attempt == _PORT_ATTEMPTS - 1:
-                raise WorkerFailed(_failure(failed, ends), failed, ends)
+                error = self._error(failed)
+                raise WorkerFailed(_failure(failed, ends), failed, ends, error)
         raise AssertionError("unreachable")
 
     def start(
@@ -200,8 +224,16 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
             *args: Its arguments. Those of a script are converted to strings.
             **kwargs: Keyword arguments, for a function only.
         """
+        call = b""
         if callable(target):
-            _require_importable(target)
+            try:
+                call = cloudpickle.dumps((_portable(target), args, kwargs))
+            except Exception as error:
+                raise ValueError(
+                    "Expected a function, arguments and enclosed values that can be "
+                    f"pickled for other processes. Received: {target!r}, with "
+                    f"args={args!r} and kwargs={kwargs!r}"
+                ) from error
         elif kwargs:
             raise ValueError(f"A script has no keyword arguments. Received: {kwargs}")
         elif not os.path.isfile(target):
@@ -211,12 +243,9 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
             )
         self.close()
         self._folder = tempfile.TemporaryDirectory(prefix="keras_strategy_")
-        if callable(target):
-            with open(self._path("call"), "wb") as file:
-                pickle.dump(sys.path, file)
-                # By name: pickle rejects functions whose decorator returns an object.
-                name = target.__module__, target.__qualname__
-                pickle.dump((*name, args, kwargs), file)
+        with open(self._path("call"), "wb") as file:
+            pickle.dump(sys.path, file)
+            file.write(call)
         cluster = LocalCluster.on_free_ports(
             self._workers, self._chief, self._devices_per_worker
         )
@@ -224,11 +253,15 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
         for rank in range(self._workers):
             if callable(target):
                 script = _CALL
-                arguments = [self._path("call"), self._path(f"result{rank}")]
+                names = "call", f"result{rank}", f"error{rank}"
+                arguments = [self._path(name) for name in names]
             else:
                 script, arguments = os.fspath(target), list(map(str, args))
-            variables = {**base_environment(), **cluster.variables(rank)}
-            variables |= self._environment
+            variables = {
+                **base_environment(),
+                **cluster.variables(rank),
+                **self._environments[rank],
+            }
             with open(self._path(f"output{rank}"), "wb") as output:
                 process = self._start_script(
                     cluster.name(rank),
@@ -286,12 +319,15 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
     def _wait(self, stop_when_one_fails: bool) -> int | None:
         """Wait for all workers; return the first that failed, or None."""
         watch = ProcessWatch(self._processes)
-        while watch.running:
-            time.sleep(0.01)
-            if watch.poll() is not None and stop_when_one_fails:
-                watch.let_end(self._grace_seconds)
-            if watch.running and time.monotonic() >= self._deadline:
-                self._raise_timeout(sorted(watch.running), watch.failed)
+        with open(self._path("output0"), errors="replace", newline="") as output:
+            while watch.running:
+                time.sleep(0.01)
+                if watch.poll() is not None and stop_when_one_fails:
+                    watch.let_end(self._grace_seconds)
+                if self._streams:
+                    print(output.read(), end="", flush=True)
+                if watch.running and time.monotonic() >= self._deadline:
+                    self._raise_timeout(sorted(watch.running), watch.failed)
         return watch.failed
 
     def _raise_timeout(self, running: list[int], failed: int | None) -> None:
@@ -337,25 +373,28 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
             message = f"No result of {ends[rank].name}. {_failure(rank, ends)}"
             raise WorkerFailed(message, rank, ends) from None
 
+    def _error(self, rank: int) -> Exception | None:
+        with contextlib.suppress(Exception):
+            return pickle.loads(pathlib.Path(self._path(f"error{rank}")).read_bytes())
+        return None
+
     def _path(self, name: str) -> str:
         if self._folder is None:
             raise RuntimeError("No workers were started, or they were closed.")
         return os.path.join(self._folder.name, name)
 
 
-def _require_importable(function: Callable[..., Any]) -> None:
+def _portable(function: Callable[..., Any]) -> Any:
+    """Return a function's module and name if workers can import it, else itself."""
     module = getattr(function, "__module__", None)
-    qualname = getattr(function, "__qualname__", None)
-    # Workers find functions by name, so they would not have a method's object.
-    owner = getattr(function, "__self__", None)
-    is_bound = inspect.ismethod(function) and not isinstance(owner, type)
-    is_in_main = not module or module == "__main__"
-    if is_bound or is_in_main or not qualname or "<" in qualname:
-        raise ValueError(
-            "Argument `function` must be a function at the top level of a module "
-            "that workers can import: not a lambda, not a function in a function, "
-            f"not one of the main program. Received: function={function!r}"
-        )
+    qualname = getattr(function, "__qualname__", "")
+    is_bound = inspect.ismethod(function) and not isinstance(function.__self__, type)
+    try:
+        # It may be another object: a decorator's, which pickle rejects.
+        operator.attrgetter(qualname)(sys.modules[module])
+    except (AttributeError, KeyError, TypeError):
+        return function
+    return function if is_bound or module == "__main__" else (module, qualname)
 
 
 def _failure(failed: int, ends: list[WorkerEnd]) -> str:

@@ -52,6 +52,38 @@ tell("told", json.dumps([config, *map(os.environ.get, names), sys.argv[1:]]))
 """
 
 
+GPUS = "GPU-a", "GPU-b", "GPU-c", "GPU-d", "GPU-e"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--workers", "2"], ["GPU-a,GPU-b", "GPU-c,GPU-d"]),
+        (["--workers", "6"], [",".join(GPUS)] * 6),
+        (["--workers", "auto", "--gpus-per-worker", "1"], [*GPUS]),
+        (["--workers", "2", "--gpus-per-worker", "0"], ["", ""]),
+    ],
+)
+def test_workers_divide_gpus(tmp_path, monkeypatch, options, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(GPUS))
+    script = Script(tmp_path, 'print("sees", os.environ["CUDA_VISIBLE_DEVICES"])')
+    done = script.run(*options)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"worker {rank} | sees {gpus}" for rank, gpus in enumerate(expected)
+    ]
+
+
+def test_too_few_gpus_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    script = Script(tmp_path, "")
+    done = script.run("--workers", "2", "--gpus-per-worker", "1")
+    assert done.returncode == 2 and "gpus_per_worker=1" in done.stderr
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = script.run("--workers", "auto")
+    assert done.returncode == 2 and "workers='auto' with 0 GPUs" in done.stderr
+
+
 def test_worker_environment_and_arguments(tmp_path, monkeypatch):
     monkeypatch.delenv("NPROC", raising=False)
     script = Script(tmp_path, ENVIRONMENT)

@@ -79,7 +79,7 @@ def test_notebook_is_refused(tf_config, monkeypatch):
     tf_config(TWO, "worker", 0)
     shell = types.SimpleNamespace(kernel=object())
     monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
-    with pytest.raises(RuntimeError, match="keras-strategy run --workers 2"):
+    with pytest.raises(RuntimeError, match=r"launch\(train, workers=2\)"):
         ks.MultiWorkerMirroredStrategy()
 
 
@@ -111,16 +111,29 @@ def test_communication_options():
     assert options == ks.experimental.CommunicationOptions(implementation=nccl)
 
 
+def test_several_gpus_of_one_process_are_logged(caplog):
+    mirrored._log_if_in_turns(("cpu:0", "cpu:1"))
+    mirrored._log_if_in_turns(("gpu:0",))
+    assert not caplog.messages
+    mirrored._log_if_in_turns(("gpu:1", "gpu:2"))
+    named = ["--workers auto" in text for text in caplog.messages]
+    assert named == [True] * (keras.backend.backend() == "torch")
+
+
 @pytest.mark.skipif(keras.backend.backend() != "torch", reason="others share no GPUs")
 @pytest.mark.parametrize(
-    ("addresses", "share"),
+    ("addresses", "visible", "share"),
     [
-        (["node1", "node1"], ("gpu:2", "gpu:3")),  # the port is set elsewhere
-        (["[::1]:80", "[::1]:81"], ("gpu:2", "gpu:3")),
-        (["fe80::1", "fe80::2"], ("gpu:0", "gpu:1", "gpu:2", "gpu:3")),
+        (["node1", "node1"], [None, None], ("gpu:2", "gpu:3")),
+        (["[::1]:80", "[::1]:81"], ["0,1,2,3"] * 2, ("gpu:2", "gpu:3")),
+        (["fe80::1", "fe80::2"], [None, None], ("gpu:0", "gpu:1", "gpu:2", "gpu:3")),
+        # The launcher has divided them.
+        (["a:1", "a:2"], ["0,1,2,3", "4,5,6,7"], ("gpu:0", "gpu:1", "gpu:2", "gpu:3")),
     ],
 )
-def test_workers_share_a_machines_gpus(addresses, share):
-    workers: Any = types.SimpleNamespace(addresses=addresses, rank=1)
+def test_workers_share_a_machines_gpus(addresses, visible, share):
+    workers: Any = types.SimpleNamespace(
+        addresses=addresses, rank=1, exchange=lambda *_: visible
+    )
     devices = tuple(f"gpu:{index}" for index in range(4))
     assert mirrored._local_devices(devices, workers) == share

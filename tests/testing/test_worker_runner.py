@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 
 import keras
 import numpy as np
@@ -265,14 +266,25 @@ def test_bad_arguments_are_refused(runner, tmp_path):
         WorkerRunner(devices_per_worker="2")  # pyright: ignore
     with pytest.raises(ValueError, match="timeout_seconds=0"):
         WorkerRunner(timeout_seconds=0)
-    with pytest.raises(ValueError, match="at the top level of a module"):
-        runner.run(lambda: None)
-    with pytest.raises(ValueError, match="at the top level of a module"):
-        runner.run(functions.Decorated(functions.nested).__call__)
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match="can be pickled"):
+        runner.run(lambda: lock)
     with pytest.raises(FileNotFoundError, match="missing.py"):
         runner.start(tmp_path / "missing.py")
     with pytest.raises(ValueError, match="no keyword arguments"):
         runner.start(__file__, epochs=1)
+
+
+def test_functions_without_a_module_are_sent(runner):
+    word = "enclosed"
+    assert runner.run(lambda: word) == [word, word]
+    bound = functions.Decorated(functions.modules).__call__
+    assert all("pickle" in modules for modules in runner.run(bound))
+
+
+def test_each_worker_may_have_its_environment():
+    with WorkerRunner(environment=[{"WORD": "first"}, {"WORD": "second"}]) as runner:
+        assert runner.run(os.getenv, "WORD") == ["first", "second"]
 
 
 def test_docstring_examples_run():
