@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from keras_strategy.core.context import ReplicaContext
-from keras_strategy.core.registry import REASONS, UnsupportedName
+from keras_strategy.core.registry import UnsupportedName
+from keras_strategy.core.tensorflow_only import REASONS
 from keras_strategy.strategies.base import Strategy
 
 ROOT = Path(__file__).resolve().parent.parent

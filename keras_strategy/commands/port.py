@@ -1,28 +1,25 @@
 """Translation of a program's names from tf.distribute to this package.
 
-Names are looked up in the package itself, so the notes report what would happen.
+Names are looked up in the sources of this package and of Keras. Neither Keras nor a
+backend is imported, which takes seconds.
 """
 
 import argparse
 import ast
 import difflib
+import functools
+import importlib.util
 import itertools
+import pathlib
+import re
 import sys
-import types
-import warnings
 from typing import NamedTuple
 
 import keras_strategy
-from keras_strategy.core.registry import REASONS
+from keras_strategy.core.tensorflow_only import REASONS
 
 _ALIAS = "ks"
-# Functions of TensorFlow outside of tf.distribute that belong to it.
-_OUTSIDE = [
-    "nn.compute_average_loss",
-    "nn.scale_regularization_loss",
-    *(f"tpu.experimental.{name}" for name in keras_strategy.tpu.experimental.__all__),
-]
-# Names that work on TensorFlow only, and their replacements on every backend.
+# Names of TensorFlow, and what to do instead on JAX and torch.
 _BY_HAND = {
     "GradientTape": "use `ks.value_and_grad`",
     "Variable": "use `keras.Variable`",
@@ -30,14 +27,54 @@ _BY_HAND = {
     "VariableSynchronization": (
         "`keras.Variable` takes a string, as synchronization='on_read'"
     ),
-    "function": "leave it out: `strategy.run` compiles",
-    "train.Checkpoint": "use `model.save` and `keras.callbacks.BackupAndRestore`",
-    "train.CheckpointManager": "use `keras.callbacks.BackupAndRestore`",
+    "function": (
+        "remove it: `strategy.run` compiles the function on JAX with several replicas; "
+        "torch runs it eagerly, and it may call functions of torch.compile. On "
+        "TensorFlow it may stay"
+    ),
+    **dict.fromkeys(
+        ("train.Checkpoint", "train.CheckpointManager"),
+        "`fit` saves with `keras.callbacks.BackupAndRestore`; a loop as on the page "
+        "Custom training loops, in Save and resume a loop",
+    ),
     "saved_model.save": "use `model.save` and `model.export`",
     "config.set_logical_device_configuration": "use `ks.config.set_logical_devices`",
+    "add_n": "use Python's `sum`",
+    "clip_by_global_norm": "pass `global_clipnorm` to the optimizer",
+    "clip_by_norm": "pass `clipnorm` to the optimizer",
+    "identity": "leave it out",
+    "keras": "use `import keras`, which has these names",
+    "nest": "use `keras.tree`",
+    "newaxis": "use `None`",
+    "nn.dropout": "use `keras.random.dropout`",
+    "print": (
+        "use `print`; on JAX it prints values with `ks.RunOptions(compile=False)`"
+    ),
+    "random.set_seed": "use `keras.utils.set_random_seed`",
+    "summary": "use `keras.callbacks.TensorBoard`",
 }
+# Functions whose name in `keras.ops` differs by more than the prefix "reduce_".
+_RENAMED = {
+    "clip_by_value": "clip",
+    "concat": "concatenate",
+    "constant": "convert_to_tensor",
+    "gather": "take",
+    "map_fn": "map",
+    "pow": "power",
+    "range": "arange",
+    "rank": "ndim",
+    "reduce_variance": "var",
+    "sigmoid_cross_entropy_with_logits": "binary_crossentropy",
+    "softmax_cross_entropy_with_logits": "categorical_crossentropy",
+    "sparse_softmax_cross_entropy_with_logits": "sparse_categorical_crossentropy",
+}
+_DTYPE = re.compile(r"bool|string|(bfloat|complex|float|u?int)\d+")
+_NO_REPLACEMENT = "in steps use `keras.ops` or layers; elsewhere it needs TensorFlow"
+_DEPRECATED = "It is deprecated: use `ks.experimental.{}`."
 _NOTES = {
     "TPUStrategy": "It exists on JAX only; the other backends raise an error.",
+    "CollectiveCommunication": _DEPRECATED.format("CommunicationImplementation"),
+    "CollectiveHints": _DEPRECATED.format("CommunicationOptions"),
     "coordinator.ClusterCoordinator": (
         "On JAX and torch it needs no servers: it starts workers, or uses a Dask "
         "cluster; a function returns the values to assign."
@@ -51,7 +88,7 @@ _TENSORFLOW_ONLY = "It exists on TensorFlow only; JAX and torch raise an error: 
 
 
 class Ported(NamedTuple):
-    """Translated program, and what to change by hand or to know, each with its line."""
+    """Translated program, and what to change by hand or to know, with the lines."""
 
     text: str
     notes: tuple[str, ...]
@@ -83,25 +120,73 @@ def port(source: str) -> Ported:
 
 def look_up_name(path: list[str]) -> tuple[bool, str]:
     """Return True if this package has a name, given by its parts, and a note or ""."""
-    value, found = keras_strategy, []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for part in path:
-            if not isinstance(value, types.ModuleType | type):
-                break
-            try:
-                value = getattr(value, part)
-            except AttributeError as error:
-                return False, str(error)
-            found.append(part)
-    notes = [str(w.message) for w in caught if w.category is DeprecationWarning]
-    name = ".".join(found).removeprefix("experimental.") + "."
+    package = keras_strategy.__name__
+    if not _has_name(package, path):
+        return False, f"{package} has no `{'.'.join(path)}`."
+    name = ".".join(path).removeprefix("experimental.") + "."
     reasons = {key: _TENSORFLOW_ONLY.format(text) for key, text in REASONS.items()}
     for key, reason in {**reasons, **_NOTES}.items():
         if name.startswith(key.removeprefix("experimental.") + "."):
-            notes.append(reason)
-            break
-    return True, " ".join(notes)
+            return True, reason
+    return True, ""
+
+
+def _has_name(module: str, path: list[str]) -> bool:
+    for part in path:
+        names = _public_names(module)
+        if names is None:
+            return True  # a member of a class
+        if part not in names:
+            return False
+        module += f".{part}"
+    return True
+
+
+@functools.cache
+def _public_names(module: str) -> list[str] | None:
+    """Return the names that a module exports, None if there is no such module."""
+    package, *parts = module.split(".")
+    # It finds a package without importing it.
+    spec = importlib.util.find_spec(package)
+    path = pathlib.Path(str(spec and spec.origin)).parent.joinpath(*parts)
+    for file in path / "__init__.pyi", path / "__init__.py", path.with_suffix(".py"):
+        if file.is_file():
+            text = file.read_text(encoding="utf-8")
+            listed = re.search(r"^__all__ = (\[.*?\])", text, re.DOTALL | re.MULTILINE)
+            imported = re.findall(r" as (\w+)$", text, re.MULTILINE)
+            return ast.literal_eval(listed[1]) if listed else imported
+    return None
+
+
+# Functions of TensorFlow outside of tf.distribute that belong to it.
+_OUTSIDE = [
+    "nn.compute_average_loss",
+    "nn.scale_regularization_loss",
+    *(
+        f"tpu.experimental.{name}"
+        for name in _public_names("keras_strategy.tpu.experimental") or ()
+    ),
+]
+
+
+def _replacement(path: list[str]) -> tuple[str, str]:
+    """Return a name of TensorFlow that remains, and what to do on JAX and torch."""
+    for end in range(len(path), 0, -1):
+        name = ".".join(path[:end])
+        if name in _BY_HAND:
+            return name, _BY_HAND[name]
+    name = ".".join(path)
+    if _DTYPE.fullmatch(path[0]):
+        return name, f"use {path[0]!r}"
+    if path[0] == "random" and _has_name("keras", path):
+        return name, f"use `keras.{name}`"
+    is_nested = path[0] in ("math", "nn", "linalg", "signal")
+    if is_nested and not _has_name("keras.ops", path):
+        path = path[1:] or path
+    path = [_RENAMED.get(path[0], path[0].removeprefix("reduce_")), *path[1:]]
+    if _has_name("keras.ops", path):
+        return name, f"use `keras.ops.{'.'.join(path)}`"
+    return name, _NO_REPLACEMENT
 
 
 def _without_v2(path: list[str]) -> list[str]:
@@ -116,7 +201,8 @@ class _Program(ast.NodeVisitor):
         self._line_starts = [0, *itertools.accumulate(sizes)]
         # Replacements of ranges of bytes: begin, end and new text.
         self._changes: list[tuple[int, int, str]] = []
-        self._notes: list[tuple[int, str]] = []
+        # Each note with its lines.
+        self._notes: dict[str, list[int]] = {}
         # The path in TensorFlow that each name of the program is bound to.
         self._bindings: dict[str, list[str]] = {}
         self._tf_imports: list[ast.Import | ast.ImportFrom] = []
@@ -150,10 +236,10 @@ class _Program(ast.NodeVisitor):
         if package != "tensorflow":
             return
         if inside[:1] != ["distribute"]:
+            self._tf_imports.append(node)
             for alias in node.names:
-                if _without_v2([*inside, alias.name]) == ["distribute"]:
-                    self._bindings[alias.asname or alias.name] = ["distribute"]
-                    self._tf_imports.append(node)
+                path = _without_v2([*inside, alias.name])
+                self._bindings[alias.asname or alias.name] = path
             return
         for alias in node.names:
             if not self._exists([*inside[1:], alias.name], node.lineno):
@@ -163,7 +249,11 @@ class _Program(ast.NodeVisitor):
         text = self._bytes[begin:end].decode().replace(node.module or "", new, 1)
         self._changes.append((begin, end, text))
 
-    def visit_Attribute(self, node: ast.Attribute) -> None:
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load):
+            self.visit_Attribute(node)
+
+    def visit_Attribute(self, node: ast.Attribute | ast.Name) -> None:
         links: list[ast.Attribute] = []
         root: ast.expr = node
         while isinstance(root, ast.Attribute):
@@ -176,7 +266,8 @@ class _Program(ast.NodeVisitor):
         num_bound = len(self._bindings[root.id])
         self._num_uses += 1
         if path[:3] == ["compat", "v1", "distribute"]:
-            self._notes.append((node.lineno, _V1_NOTE))
+            self._add_note(node.lineno, _V1_NOTE)
+            return
         if not num_bound:
             v2_path = _without_v2(path)
             path, links = v2_path, links[len(path) - len(v2_path) :]
@@ -191,10 +282,14 @@ class _Program(ast.NodeVisitor):
                 new = f"{self._package_name}.{old.removeprefix('nn.')}"
                 self._replace(last, new)
                 return
-        for old, instead in _BY_HAND.items():
-            if ".".join(path[: old.count(".") + 1]) == old:
-                note = f"tf.{old}: On JAX and torch, {instead}."
-                self._notes.append((node.lineno, note))
+        if path and path[0] != "data":
+            name, instead = _replacement(path)
+            self._add_note(node.lineno, f"tf.{name}: On JAX and torch, {instead}.")
+
+    def _add_note(self, line: int, note: str) -> None:
+        lines = self._notes.setdefault(note, [])
+        if line not in lines:
+            lines.append(line)
 
     def _replace(self, node: ast.expr, text: str) -> None:
         self._num_uses -= 1
@@ -203,7 +298,7 @@ class _Program(ast.NodeVisitor):
     def _exists(self, path: list[str], line: int) -> bool:
         exists, note = look_up_name(path)
         if note:
-            self._notes.append((line, f"tf.distribute.{'.'.join(path)}: {note}"))
+            self._add_note(line, f"tf.distribute.{'.'.join(path)}: {note}")
         return exists
 
     def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
@@ -220,8 +315,12 @@ class _Program(ast.NodeVisitor):
         program = self._bytes
         for begin, end, text in sorted(changes, key=lambda c: c[0], reverse=True):
             program = program[:begin] + text.encode() + program[end:]
-        notes = tuple(f"line {line}: {note}" for line, note in sorted(self._notes))
-        return Ported(program.decode(), notes)
+        notes = [(sorted(lines), note) for note, lines in self._notes.items()]
+        texts = (
+            f"line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))}: {note}"
+            for lines, note in sorted(notes)
+        )
+        return Ported(program.decode(), tuple(texts))
 
     def _package_imports(self) -> list[tuple[int, int, str]]:
         """Return imports of this package: in place of TensorFlow's, or after it."""

@@ -31,7 +31,13 @@ _HOMES = {
     ),
 }
 
-__all__ = sorted(_HOMES)  # pyright: ignore
+__all__ = [
+    "ClusterCoordinator",
+    "PerWorkerValue",
+    "PerWorkerValues",
+    "RemoteValue",
+    "experimental_get_current_worker_index",
+]
 
 
 def __getattr__(name: str) -> Any:

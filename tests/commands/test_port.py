@@ -1,7 +1,16 @@
 """`keras-strategy port`."""
 
+import functools
+import operator
+import re
+import subprocess
+import sys
+import warnings
+
+import keras
 import pytest
 
+import keras_strategy as ks
 from keras_strategy.commands import port
 from keras_strategy.commands.cli import main
 from tools import tf_distribute_page as table
@@ -57,10 +66,10 @@ def test_port_prints_diff(tmp_path, capsys):
     assert [note.split(":")[0] for note in notes] == [
         *("line 9", "line 11", "line 12", "line 14")
     ]
-    assert "CommunicationOptions" in notes[0]
+    assert "use `ks.experimental.CommunicationOptions`" in notes[0]
     assert "JAX and torch raise an error" in notes[1]
     assert "gRPC" in notes[2]
-    assert "tf.function: On JAX and torch, leave it out" in notes[3]
+    assert "tf.function: On JAX and torch, remove it: `strategy.run`" in notes[3]
     # What was ported stays as it is, but for what there is no name for.
     assert port.port(PORTED).text == PORTED
 
@@ -79,7 +88,7 @@ OTHERS = {
         """\
 def first():
     import tensorflow as tf
-    return tf.distribute.get_strategy(), tf.ones(())
+    return tf.distribute.get_strategy(), tf.data.Options()
 def second():
     import tensorflow as tf
     return tf.distribute.MirroredStrategy()
@@ -88,7 +97,7 @@ def second():
 def first():
     import tensorflow as tf
     import keras_strategy as ks
-    return ks.get_strategy(), tf.ones(())
+    return ks.get_strategy(), tf.data.Options()
 def second():
     import tensorflow as tf
     import keras_strategy as ks
@@ -106,6 +115,12 @@ def second():
     "TensorFlow 2 inside of TensorFlow": (
         "import tensorflow as tf\ns = tf.compat.v2.distribute.get_strategy()\n",
         "import keras_strategy as ks\ns = ks.get_strategy()\n",
+    ),
+    "several modules of TensorFlow": (
+        "from tensorflow import nn, distribute\nn = nn.compute_average_loss(x)\n"
+        "f(distribute)\n",
+        "from tensorflow import nn, distribute\nimport keras_strategy as ks\n"
+        "n = ks.compute_average_loss(x)\nf(ks)\n",
     ),
     "all of it": (
         "import tensorflow as tf\nd = tf.distribute\ns = d.get_strategy()\n",
@@ -150,19 +165,100 @@ def test_unreadable_file_is_reported(tmp_path, capsys):
         assert expected in printed.err
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_notes_match_names_table():
+def test_names_match_package_and_names_table():
+    """The sources give the names that the package has, and their deprecation."""
     _, *names = table.record()
     wrong = []
     for row in names:
         if "." in row["name"] and row["kind"] not in ("class", "function"):
             continue
+        path = row["name"].split(".")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            exists = operator.attrgetter(row["name"])(ks) is not None
         words = {status.word for status in table.said_of(row["name"]).values()}
-        there, note = port.look_up_name(row["name"].split("."))
+        found, note = port.look_up_name(path)
+        is_deprecated = any(w.category is DeprecationWarning for w in caught)
         if (
-            there != bool(words & {"works", "differs"})
-            or "refused" in words
-            and not note
+            found != exists
+            or found != bool(words & {"works", "differs"})
+            or ("refused" in words and not note)
+            or is_deprecated != ("deprecated" in note)
         ):
-            wrong.append((row["name"], words, there, note))
+            wrong.append((row["name"], words, found, note))
     assert wrong == []
+    for name in ("Missing", "experimental.Missing", "experimental.rpc.Missing"):
+        expected = False, f"keras_strategy has no `{name}`."
+        assert port.look_up_name(name.split(".")) == expected
+
+
+USES = """\
+import tensorflow as tf
+from tensorflow import reduce_mean as mean, keras as k
+
+@tf.function
+def step(x):
+    tf.print(tf.reduce_mean(x), mean(x), tf.math.reduce_sum(x, tf.float32))
+    gradients, _ = tf.clip_by_global_norm(x, 1.0)
+    y = tf.add_n([tf.nn.relu(x), tf.image.resize(x), tf.random.normal(x)])
+    return k.layers.Dense(1)(y), tf.raw_ops.Copy(input=tf.math.log(x).numpy())
+
+data = tf.data.Dataset.range(3)
+tf.train.CheckpointManager(tf.train.Checkpoint())
+"""
+NOTES = {
+    "tf.function": "remove it",
+    "tf.print": "use `print`",
+    "tf.reduce_mean": "use `keras.ops.mean`",
+    "tf.math.reduce_sum": "use `keras.ops.sum`",
+    "tf.float32": "use 'float32'",
+    "tf.clip_by_global_norm": "`global_clipnorm`",
+    "tf.add_n": "`sum`",
+    "tf.nn.relu": "use `keras.ops.nn.relu`",
+    "tf.image.resize": "use `keras.ops.image.resize`",
+    "tf.random.normal": "use `keras.random.normal`",
+    "tf.keras": "use `import keras`",
+    "tf.raw_ops.Copy": "in steps use `keras.ops` or layers",
+    "tf.math.log": "use `keras.ops.log`",
+    "tf.train.Checkpoint": "Save and resume a loop",
+    "tf.train.CheckpointManager": "Save and resume a loop",
+}
+
+
+def test_each_remaining_symbol_has_one_note():
+    notes = {}
+    for note in port.port(USES).notes:
+        _, name, text = note.split(": ", 2)
+        assert name not in notes
+        notes[name] = text
+    assert notes.keys() == NOTES.keys()
+    assert [name for name, text in NOTES.items() if text not in notes[name]] == []
+
+
+def test_note_has_all_lines():
+    program = "import tensorflow as tf\nf(tf.ones(1),\n  tf.ones(2))\nf(tf.ones(3))\n"
+    (note,) = port.port(program).notes
+    assert note == "lines 2, 3, 4: tf.ones: On JAX and torch, use `keras.ops.ones`."
+
+
+def test_replacements_exist():
+    texts = [*port._BY_HAND.values(), *port._NOTES.values()]
+    texts += [f"`keras.ops.{name}`" for name in port._RENAMED.values()]
+    names = re.findall(r"`((?:keras|ks)\.[\w.]+)[`(]", " ".join(texts))
+    assert len(names) > 20
+    for root, *path in (name.split(".") for name in names):
+        functools.reduce(getattr, path, {"keras": keras, "ks": ks}[root])
+    assert set(port._public_names("keras.ops") or ()) <= set(dir(keras.ops))
+
+
+def test_port_imports_no_backend(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+    code = (
+        "import sys; from keras_strategy.commands.cli import main; "
+        f"main(['port', {str(tmp_path / 'train.py')!r}]); "
+        "print({'keras', 'numpy', 'tensorflow'} & sys.modules.keys())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.splitlines()[-1] == "set()"
