@@ -4,6 +4,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from keras_strategy.keras_patches import consistency as mirror_consistency
 from keras_strategy.keras_patches import data_adapters
 from keras_strategy.keras_patches.fingerprint import write_report_if_requested
 from keras_strategy.keras_patches.patch import (
+    find_module,
     global_state,
     hook,
     in_scope,
@@ -42,6 +44,7 @@ from keras_strategy.training.saving import run_first_step
 from keras_strategy.training.train_step import report_differing_rows
 
 _SAVING_CALLBACKS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
+_PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 # A Keras method that ignores a batch and its logs.
 _NO_OP = keras.callbacks.Callback().on_batch_end
 
@@ -128,6 +131,15 @@ def may_read_argument(function: Any, name: str) -> bool:
     return any(
         name in (x.argval if isinstance(x.argval, tuple) else [x.argval]) for x in loads
     )
+
+
+keras_tracebacks = find_module("include_frame", "keras.src.utils.traceback_utils")
+
+
+@hook(keras_tracebacks, "include_frame", "(fname)", multi_replica_only=True)
+def _include_frame(original, fname):
+    """Remove frames of this package from tracebacks where Keras removes its frames."""
+    return original(fname) and not fname.startswith(_PACKAGE_FOLDER)
 
 
 _LOOPS = ("fit", "evaluate", "predict")

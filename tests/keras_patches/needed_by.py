@@ -86,6 +86,10 @@ NEEDED_BY = {
         "tensorflow",
         f"{_ENTRY}::test_optimizer_and_metric_from_outside_scope",
     ),
+    "keras_patches.trainer keras.src.utils.traceback_utils.include_frame": (
+        "torch",
+        f"{_BAD_INPUT}::test_error_in_fit_has_short_traceback[layer]",
+    ),
     "keras_patches.trainer CallbackList.on_epoch_begin": ("jax", f"{_NOBODY}[fit]"),
     "keras_patches.trainer CallbackList.on_test_begin": ("jax", f"{_NOBODY}[evaluate]"),
     "keras_patches.trainer CallbackList.on_predict_begin": (

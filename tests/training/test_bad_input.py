@@ -1,5 +1,8 @@
 """What is refused, with which words, and that nothing is changed by it."""
 
+import os
+import traceback
+
 import keras
 import numpy as np
 import pytest
@@ -75,6 +78,45 @@ def test_strategy_is_usable_after_error_in_step(two):
     assert largest(before, model.get_weights()) == 0
     model.fit(X, Y, verbose=0)
     assert largest(before, model.get_weights()) > 0
+
+
+class RaisingCallback(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        raise ArithmeticError("a callback failed")
+
+
+def raising_loss(y_true, y_pred):
+    raise ArithmeticError("a loss failed")
+
+
+@pytest.mark.parametrize("source", ["layer", "loss", "callback", "shape"])
+def test_error_in_fit_has_short_traceback(source, two, monkeypatch):
+    """As in Keras, with a setting that shows all frames."""
+    loss = raising_loss if source == "loss" else "mse"
+    callbacks = [RaisingCallback()] if source == "callback" else []
+
+    def frames():
+        with two.scope():
+            inputs = keras.Input((5 if source == "shape" else 4,))
+            model = keras.Sequential([inputs, Failing(), keras.layers.Dense(1)])
+            model.compile("sgd", loss, run_eagerly=source == "layer")
+        if source == "layer":
+            model.fit(X, Y, verbose=0)
+            monkeypatch.setattr(Failing, "fail", True)
+        with pytest.raises((ArithmeticError, ValueError)) as raised:
+            model.fit(X, Y, callbacks=callbacks, verbose=0)
+        monkeypatch.setattr(Failing, "fail", False)
+        files = [frame.filename for frame in traceback.extract_tb(raised.tb)]
+        assert source == "shape" or files[-1] == __file__
+        return sum(os.path.dirname(ks.__file__) in file for file in files)
+
+    assert frames() <= 5
+    keras.config.disable_traceback_filtering()
+    try:
+        # On JAX `fit` runs a layer in Keras's own step.
+        assert (JAX and source == "layer") or frames() > 5
+    finally:
+        keras.config.enable_traceback_filtering()
 
 
 class OfPairs(keras.Model):
