@@ -61,7 +61,8 @@ exit codes:
   1    a check failed"""
 _SCALING = """\
 Runs a program with 1, 2 and 4 workers, and compares the times of a step that Keras
-prints. The program must train two epochs or more with MultiWorkerMirroredStrategy.
+prints. The program must call fit(..., epochs=2, verbose=2), or with more epochs, on a
+model of MultiWorkerMirroredStrategy.
 For more workers it also shows the efficiency that a model predicts from 1 and 2."""
 _SCALING_EXAMPLES = """\
 examples:
@@ -131,19 +132,17 @@ complete -o filenames -F _keras_strategy keras-strategy
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line, by default this process's; return the exit status."""
     options = _parser().parse_args(args)
-    if options.subcommand != "run":
-        if options.subcommand == "completion":
-            return _print_completion(options)
-        module = importlib.import_module(
-            f"keras_strategy.commands.{options.subcommand}"
-        )
-        return module.main(options)
-
-    if not options.module and not os.path.exists(options.program):
+    is_run = options.subcommand == "run"
+    is_script = "program" in options and not getattr(options, "module", False)
+    if is_script and not os.path.exists(options.program):
         options.fail(
             f"argument program: there is no file {options.program!r}. Give the path of "
-            "a Python script, or -m and the name of a module"
+            f"a Python script{', or -m and the name of a module' * is_run}"
         )
+    if not is_run:
+        if options.subcommand == "completion":
+            return _print_completion(options)
+        return _import_command(options.subcommand).main(options)
 
     from keras_strategy.commands.elastic import ElasticLauncher
     from keras_strategy.commands.launcher import Launcher
@@ -178,6 +177,23 @@ def main(args: Sequence[str] | None = None) -> int:
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _import_command(name: str) -> Any:
+    """Import a command without the lines that TensorFlow prints when it starts."""
+    module = f"keras_strategy.commands.{name}"
+    if "TF_CPP_MIN_LOG_LEVEL" in os.environ:
+        return importlib.import_module(module)
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    # Some are printed at any level: github.com/tensorflow/tensorflow/issues/100442
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as devnull:
+        os.dup2(devnull.fileno(), 2)
+    try:
+        return importlib.import_module(module)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -224,7 +240,6 @@ def _parser() -> argparse.ArgumentParser:
         help="the program is the name of a module, as for python -m",
     )
     _add_program(run)
-    run.set_defaults(fail=run.error)
 
     shows = "versions, devices and the detected cluster"
     info = add("info", f"show {shows}", f"Shows {shows}.", _INFO_EXAMPLES)
@@ -306,6 +321,7 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the arguments of the program"
     )
+    parser.set_defaults(fail=parser.error)
 
 
 def _print_completion(options: argparse.Namespace) -> int:

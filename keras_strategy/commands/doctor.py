@@ -42,7 +42,7 @@ _ADVICE = {
 
 
 class Finding(NamedTuple):
-    """Result of a check, in words, and how to fix a failure."""
+    """Result of a check, and how to fix a failure."""
 
     ok: bool
     detail: str
@@ -58,24 +58,24 @@ def main(options: argparse.Namespace) -> int:
 
 
 def report(checks: Iterable[tuple[str, Finding]]) -> int:
-    """Print the findings; return 1 if one of them is not well, else 0."""
+    """Print the findings; return 1 if a check failed, else 0."""
     console = Console(soft_wrap=True)
     status = 0
     for check, finding in checks:
-        mark = "[green]well [/]" if finding.ok else "[red]wrong[/]"
+        mark = "[green]OK   [/]" if finding.ok else "[red]FAIL [/]"
         lines = escape(finding.detail).replace("\n", "\n      ")
         detail = f"[bold]{check}[/]: {lines}"
         console.print(f"{mark} {detail}", highlight=False)
         if not finding.ok:
-            console.print(f"      {escape(finding.advice)}", highlight=False)
+            console.print(f"      Fix: {escape(finding.advice)}", highlight=False)
             status = 1
     return status
 
 
 def findings(timeout_seconds: float) -> Iterator[tuple[str, Finding]]:
     """Run the checks in order; without a working backend only the first."""
-    first = engine()
-    yield "engine", first
+    first = backend()
+    yield "backend", first
     if not first.ok:
         return
     yield "threads", threads()
@@ -83,11 +83,11 @@ def findings(timeout_seconds: float) -> Iterator[tuple[str, Finding]]:
         yield "GPUs", found
     if found := cluster():
         yield "cluster", found
-    yield "a step on two replicas", replicas(timeout_seconds)
-    yield f"a sum over {_WORKERS} processes", workers(timeout_seconds)
+    yield "training step", replicas(timeout_seconds)
+    yield "collectives", workers(timeout_seconds)
 
 
-def engine() -> Finding:
+def backend() -> Finding:
     requested = os.environ.get("KERAS_BACKEND")
     choose = f"set KERAS_BACKEND to one of {', '.join(_BACKENDS)}"
     if requested is not None and requested not in _BACKENDS:
@@ -97,9 +97,8 @@ def engine() -> Finding:
     output, status = _run(["-c", program], 120)
     if status:
         return _failure(output, status)
-    version, backend = output.split()[-2:]
-    is_supported = backend in _BACKENDS
-    return Finding(is_supported, f"Keras {version} on {backend}", choose)
+    version, name = output.split()[-2:]
+    return Finding(name in _BACKENDS, f"Keras {version} on {name}", choose)
 
 
 def threads() -> Finding:
@@ -121,7 +120,7 @@ def torch_gpus() -> Finding | None:
     output, status = _run(["-c", program], 120)
     words = output.split()[-2:]
     if status or len(words) != 2 or not words[0].isdecimal():
-        return None  # the step on two replicas will report what is wrong
+        return None  # the training step reports the error
     return gpus(int(words[0]), words[1] == "True")
 
 
@@ -175,9 +174,11 @@ def replicas(timeout_seconds: float) -> Finding:
     if status or number is None:
         return _failure(output, status)
     difference = float(number[1])
+    matches = difference <= _MAX_DIFFERENCE
     return Finding(
-        difference <= _MAX_DIFFERENCE,
-        f"{difference:.0e} from one device",
+        matches,
+        f"2 replicas {'match' if matches else 'differ from'} 1 device (largest "
+        f"difference {difference:.0e})",
         "this is a bug: please report it with the output of keras-strategy info",
     )
 
@@ -193,7 +194,8 @@ def workers(timeout_seconds: float) -> Finding:
     if status or len(sums) != _WORKERS:
         return _failure(output, status)
     place = ", on CPUs, since there is one GPU" if shares_gpu else ""
-    return Finding(True, f"{sums[0]} on each{place}")
+    detail = f"all-reduce over {_WORKERS} processes returned {sums[0]} on each{place}"
+    return Finding(True, detail)
 
 
 def _count_gpus() -> int:

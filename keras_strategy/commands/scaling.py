@@ -126,8 +126,9 @@ def parse_step_time(output: str) -> tuple[float, int]:
     epochs = _EPOCH.findall(fit)
     if len(epochs) < 2:
         raise NoEpochsError(
-            "Expected the program to train two epochs or more, and Keras to print each "
-            f"(fit's verbose=2). Received: {len(epochs)} such lines"
+            "Expected the times of two epochs or more of a `fit`: the first compiles. "
+            f"Keras printed {len(_EPOCH.findall(output))}. Call fit(..., epochs=3, "
+            "verbose=2) on a model of MultiWorkerMirroredStrategy."
         )
     seconds = [float(number) * _SECONDS[unit] for _, number, unit in epochs]
     return statistics.median(seconds[1:]), int(epochs[-1][0])
@@ -147,6 +148,11 @@ def measure(
             raise NoEpochsError(
                 f"With {number} workers the program ended with {status}:\n"
                 f"{output[-2000:]}"
+            )
+        if _EPOCH.search("\n".join(re.findall("(?m)^worker [1-9].*", output))):
+            raise NoEpochsError(
+                f"With {number} workers each trained alone: others than worker 0 print "
+                "epochs. Create the model in the scope of MultiWorkerMirroredStrategy."
             )
         chief = re.findall("^worker 0 .*", output, re.MULTILINE)
         yield Measured(number, *parse_step_time("\n".join(chief)))

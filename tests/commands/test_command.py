@@ -53,6 +53,13 @@ from tests.commands.scripts import ROOT, finish, start
             "argument program: there is no file 'missing.py'. Give the path of a "
             "Python script, or -m and the name of a module",
         ),
+        *(
+            (
+                [*command, "missing.py"],
+                "argument program: there is no file 'missing.py'",
+            )
+            for command in (["scaling"], ["verify"], ["plan", "--devices", "2"])
+        ),
         (["run", "--workers", "1", "--unknown", __file__], "--unknown"),
         (["plan", __file__], "required: --devices"),
         (
@@ -91,6 +98,16 @@ def test_info_lists_versions_and_devices(capsys, monkeypatch):
     assert rows["cluster"].startswith("TF_CONFIG: this is worker 1 of ")
     assert "127.0.0.1:12346" in rows["cluster"]
     assert "torchrun: no" in out
+
+
+def test_info_hides_start_up_lines_of_tensorflow(monkeypatch):
+    """Unless the user has set the level."""
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    done = finish(start("info"))
+    assert done.returncode == 0 and done.stderr == ""
+    if keras.backend.backend() == "tensorflow":
+        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+        assert "oneDNN" in finish(start("info")).stderr
 
 
 def test_info_without_cluster(capsys, monkeypatch):

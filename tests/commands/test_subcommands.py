@@ -30,15 +30,16 @@ def test_info_as_json(capsys, monkeypatch):
 
 
 def test_doctor_of_healthy_machine(capsys, monkeypatch):
-    """On the engine that is imported soonest: four processes import it."""
+    """On the backend with the fastest import: four processes import it."""
     there = importlib.util.find_spec("jax") is not None
     monkeypatch.setenv("KERAS_BACKEND", "jax" if there else keras.backend.backend())
     status = main(["doctor"])
     out = capsys.readouterr().out
     assert status == 0, out
-    assert "well  a step on two replicas" in out
-    assert "well  a sum over 2 processes: 2.0 on each" in out
-    assert "wrong" not in out
+    assert "OK    training step: 2 replicas match 1 device (largest difference" in out
+    returned = "OK    collectives: all-reduce over 2 processes returned 2.0 on each"
+    assert returned in out
+    assert "FAIL" not in out
 
 
 def wrong(finding, seen, do):
@@ -60,14 +61,14 @@ def test_doctor_explains_problems(monkeypatch):
 def test_doctor_checks(backend, monkeypatch):
     """One after the other; at GPUs on torch alone."""
     first = doctor.Finding(True, f"Keras 3 on {backend}")
-    monkeypatch.setattr(doctor, "engine", lambda: first)
+    monkeypatch.setattr(doctor, "backend", lambda: first)
     names = ["torch_gpus", "cluster", "replicas", "workers"]
     for name in names:
         found = doctor.Finding(True, name)
         monkeypatch.setattr(doctor, name, lambda *_, found=found: found)
     checks, found = zip(*doctor.findings(1), strict=True)
     of_torch = backend == "torch"
-    assert checks[:2] == ("engine", "threads") and ("GPUs" in checks) == of_torch
+    assert checks[:2] == ("backend", "threads") and ("GPUs" in checks) == of_torch
     assert [finding.detail for finding in found[2:]] == names[not of_torch :]
 
 
@@ -130,7 +131,10 @@ def test_doctor_program_times_out(trial):
 # It prints what Keras prints, and needs no engine.
 PRINTS = """
 import json, os
-workers = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
+config = json.loads(os.environ["TF_CONFIG"])
+workers = len(config["cluster"]["worker"])
+if config["task"]["index"]:
+    raise SystemExit  # Keras prints in the chief alone
 epoch = 0
 for seconds in (9, 8 / workers, 8 / workers):
     epoch += 1
@@ -141,6 +145,9 @@ for epoch in (1, 2):
     print(f"Epoch {epoch}/2")
     print("29/29 - 1s - 900ms/step - loss: 0.1")
 """
+
+
+ONE_EPOCH = PRINTS.partition("epoch = 0")[0] + "print('7/7 - 1s - 3ms/step')"
 
 
 def test_scaling_measures_speedup(tmp_path, capsys):
@@ -200,7 +207,7 @@ def test_scaling_draws_plot(tmp_path, capsys, monkeypatch):
 
 def test_scaling_checks_matplotlib_first(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    command = ["scaling", "--png", str(tmp_path / "a.png"), "missing.py"]
+    command = ["scaling", "--png", str(tmp_path / "a.png"), __file__]
     assert main(command) == 2
     assert "pip install 'keras-strategy[plot]'" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
@@ -210,10 +217,22 @@ def test_scaling_checks_matplotlib_first(tmp_path, capsys, monkeypatch):
     assert f"no folder {str(tmp_path / 'no')!r}" in capsys.readouterr().err
 
 
-def test_scaling_without_epochs_is_refused(tmp_path, capsys):
-    (tmp_path / "train.py").write_text("print('7/7 - 1s - 3ms/step')")
-    assert main(["scaling", "--workers", "1", str(tmp_path / "train.py")]) == 1
-    assert "two epochs or more" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("", "Keras printed 0. Call fit(..., epochs=3, verbose=2)"),
+        (ONE_EPOCH, "Keras printed 1. Call fit(..., epochs=3, verbose=2)"),
+        (
+            PRINTS.replace("raise SystemExit", "pass"),
+            "With 2 workers each trained alone",
+        ),
+    ],
+)
+def test_scaling_without_epochs_is_refused(program, message, tmp_path, capsys):
+    (tmp_path / "train.py").write_text(program)
+    assert main(["scaling", "--workers", "2", str(tmp_path / "train.py")]) == 1
+    error = capsys.readouterr().err
+    assert message in error and "MultiWorkerMirroredStrategy" in error
 
 
 def test_scaling_reports_failing_program(tmp_path, capsys):

@@ -71,9 +71,9 @@ def run_doctor(
 def test_healthy_workers(backend):
     chief, other = run_doctor(LOCAL, environments=[{"KERAS_BACKEND": backend}] * 2)
     assert chief.returncode == other.returncode == 0, chief.stdout + chief.stderr
-    assert other.stdout == "" and "wrong" not in chief.stdout
+    assert other.stdout == "" and "FAIL" not in chief.stdout
     for check in ("worker 0", "worker 1", "names", "versions", "ports", "clocks"):
-        assert f"well  {check}: " in chief.stdout
+        assert f"OK    {check}: " in chief.stdout
     assert "reached at 127.0.0.1" in chief.stdout
 
 
@@ -95,16 +95,16 @@ def test_workers_that_differ(tmp_path):
     assert chief.returncode == other.returncode == 1
     lines = chief.stdout.splitlines()
     assert any(
-        line.startswith("wrong versions: Keras (worker 0: 3.")
+        line.startswith("FAIL  versions: Keras (worker 0: 3.")
         and line.endswith("; worker 1: 9.9)")
         for line in lines
     )
     assert any(
-        line.startswith("wrong versions: backend (worker 0: jax 0.") for line in lines
+        line.startswith("FAIL  versions: backend (worker 0: jax 0.") for line in lines
     )
-    line = "wrong variables: JAX_ENABLE_X64 (worker 0: not set; worker 1: 1)"
-    assert lines[lines.index(line) + 1].strip().startswith("set the variable")
-    assert any(line.startswith("wrong threads: 2 workers at 127.0.") for line in lines)
+    line = "FAIL  variables: JAX_ENABLE_X64 (worker 0: not set; worker 1: 1)"
+    assert lines[lines.index(line) + 1].strip().startswith("Fix: set the variable")
+    assert any(line.startswith("FAIL  threads: 2 workers at 127.0.") for line in lines)
     assert "hidden" not in chief.stdout
 
 
@@ -113,7 +113,7 @@ def test_missing_worker(rank):
     (only,) = run_doctor(LOCAL, seconds=2, ranks=[rank])
     assert only.returncode == 1
     assert f"worker {1 - rank} has not arrived within 2 s" in only.stdout
-    assert "start this command in all 2 workers" in only.stdout
+    assert "Fix: start this command in all 2 workers" in only.stdout
     assert "127.0.0.1 must stand for an address of worker 0's machine" in only.stdout
 
 
@@ -122,14 +122,14 @@ def test_unknown_interface():
     chief, other = run_doctor(LOCAL, environments=[{}, unknown])
     assert (chief.returncode, other.returncode) == (EXIT_OTHER_WORKER_FAILED, 1)
     assert "worker 1 ended while worker 0 was waiting for it" in chief.stderr
-    assert "Received: 'eth7'\n      correct what the message names" in other.stdout
+    assert "Received: 'eth7'\n      Fix: correct what the message names" in other.stdout
 
 
 def test_command_without_cluster(capsys, monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     assert main(["doctor", "--workers"]) == 1
     out = capsys.readouterr().out
-    assert "wrong cluster: none was found" in out and "torchrun: no, RANK" in out
+    assert "FAIL  cluster: none was found" in out and "torchrun: no, RANK" in out
     assert "with srun, mpirun, torchrun or keras-strategy run" in out
 
 
@@ -147,7 +147,7 @@ def test_launcher_starts_the_command():
     command = ["-m", "keras_strategy", "doctor", "--workers"]
     done = finish(start("run", "--workers", "2", *command))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "worker 0 | well  clocks" in done.stdout
+    assert "worker 0 | OK    clocks" in done.stdout
 
 
 def test_clocks_are_compared_with_the_chiefs():
@@ -169,8 +169,8 @@ def test_name_of_a_machine(own_name):
     is_right = own_name == "127.0.1.1"
     assert chief.returncode == other.returncode == (not is_right), chief.stdout
     values = f"worker 0: 10.77.0.2; worker 1: {own_name or 'no address'}"
-    assert (f"wrong names: node2 ({values})" in chief.stdout) == (not is_right)
-    assert "well  worker 1: node2 (" in chief.stdout
+    assert (f"FAIL  names: node2 ({values})" in chief.stdout) == (not is_right)
+    assert "OK    worker 1: node2 (" in chief.stdout
     assert "reached at 10.77.0.2 (eth0)" in chief.stdout
     assert "ports that the system chooses" in chief.stdout
 
@@ -197,6 +197,6 @@ def test_blocked_connection(backend):
         ends = run_doctor(hosts, machines, environments, ranks=range(3))
     assert [end.returncode for end in ends] == [1, 1, 1]
     out = ends[0].stdout
-    assert "wrong ports: worker 1, at 10.77.0.2, cannot connect to worker 2" in out
+    assert "FAIL  ports: worker 1, at 10.77.0.2, cannot connect to worker 2" in out
     assert "If a firewall blocks these ports, open them." in out
-    assert "well  clocks: " in out
+    assert "OK    clocks: " in out
