@@ -17,7 +17,7 @@ import keras_strategy
 from benchmarks.comparisons import BACKENDS, COMPARISONS, Comparison
 from benchmarks.measure import row_of
 from benchmarks.paired_timing import CPU
-from benchmarks.report import ratio, table
+from benchmarks.report import RATIO, ratio, table
 from benchmarks.sides import starter_for
 
 # That a row is measured, at most.
@@ -52,7 +52,7 @@ def main() -> int:
     options = parser.parse_args()
     began = time.monotonic()
     rows, failed = _measured(options, began + 60 * options.minutes)
-    print(table(rows))
+    print(RATIO, table(rows), sep="\n\n")
     print(f"{len(rows)} rows in {time.monotonic() - began:.0f} s; failed: {failed}")
     if options.json:
         text = json.dumps({**_about(), "rows": rows}, indent=1)

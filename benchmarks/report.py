@@ -4,6 +4,11 @@ from typing import Any
 
 from benchmarks.paired_timing import CPU, WALL
 
+RATIO = (
+    "A ratio is our steps per second divided by the peer's, in seconds of wall time or "
+    "of CPU time: the median over neighbouring turns, with quartiles. Above 1, ours is "
+    "faster."
+)
 HEAD = (
     *("backend", "case: ours", "peer", "ratio of steps/s", "of steps/CPU-s", "aim"),
     *("once per call, ms", "first step, s", "peak memory, MB"),

@@ -61,9 +61,9 @@ exit codes:
   1    a check failed"""
 _SCALING = """\
 Runs a program with 1, 2 and 4 workers, and compares the times of a step that Keras
-prints. The program must call fit(..., epochs=2, verbose=2), or with more epochs, on a
-model of MultiWorkerMirroredStrategy.
-For more workers it also shows the efficiency that a model predicts from 1 and 2."""
+prints. The program must call fit(..., epochs=3, verbose=2), or with two epochs or more,
+on a model of MultiWorkerMirroredStrategy. For more workers it also shows the efficiency
+that a model predicts from 1 and 2."""
 _SCALING_EXAMPLES = """\
 examples:
   keras-strategy scaling examples/multi_worker.py

@@ -19,57 +19,10 @@ import keras_strategy
 from keras_strategy.core.tensorflow_only import REASONS
 
 _ALIAS = "ks"
-# Names of TensorFlow, and what to do instead on JAX and torch.
-_BY_HAND = {
-    "GradientTape": "use `ks.value_and_grad`",
-    "Variable": "use `keras.Variable`",
-    "VariableAggregation": "`keras.Variable` takes a string, as aggregation='sum'",
-    "VariableSynchronization": (
-        "`keras.Variable` takes a string, as synchronization='on_read'"
-    ),
-    "function": (
-        "remove it: `strategy.run` compiles the function on JAX with several replicas; "
-        "torch runs it eagerly, and it may call functions of torch.compile. On "
-        "TensorFlow it may stay"
-    ),
-    **dict.fromkeys(
-        ("train.Checkpoint", "train.CheckpointManager"),
-        "`fit` saves with `keras.callbacks.BackupAndRestore`; a loop as on the page "
-        "Custom training loops, in Save and resume a loop",
-    ),
-    "saved_model.save": "use `model.save` and `model.export`",
-    "config.set_logical_device_configuration": "use `ks.config.set_logical_devices`",
-    "add_n": "use Python's `sum`",
-    "clip_by_global_norm": "pass `global_clipnorm` to the optimizer",
-    "clip_by_norm": "pass `clipnorm` to the optimizer",
-    "identity": "leave it out",
-    "keras": "use `import keras`, which has these names",
-    "nest": "use `keras.tree`",
-    "newaxis": "use `None`",
-    "nn.dropout": "use `keras.random.dropout`",
-    "print": (
-        "use `print`; on JAX it prints values with `ks.RunOptions(compile=False)`"
-    ),
-    "random.set_seed": "use `keras.utils.set_random_seed`",
-    "summary": "use `keras.callbacks.TensorBoard`",
-}
-# Functions whose name in `keras.ops` differs by more than the prefix "reduce_".
-_RENAMED = {
-    "clip_by_value": "clip",
-    "concat": "concatenate",
-    "constant": "convert_to_tensor",
-    "gather": "take",
-    "map_fn": "map",
-    "pow": "power",
-    "range": "arange",
-    "rank": "ndim",
-    "reduce_variance": "var",
-    "sigmoid_cross_entropy_with_logits": "binary_crossentropy",
-    "softmax_cross_entropy_with_logits": "categorical_crossentropy",
-    "sparse_softmax_cross_entropy_with_logits": "sparse_categorical_crossentropy",
-}
+# Names of TensorFlow that need more than another module, and what to do instead.
+_TABLE = pathlib.Path(__file__).with_name("tensorflow_names.tsv")
+_INSTEAD = dict(line.split("\t") for line in _TABLE.read_text("utf-8").splitlines())
 _DTYPE = re.compile(r"bool|string|(bfloat|complex|float|u?int)\d+")
-_NO_REPLACEMENT = "in steps use `keras.ops` or layers; elsewhere it needs TensorFlow"
 _DEPRECATED = "It is deprecated: use `ks.experimental.{}`."
 _NOTES = {
     "TPUStrategy": "It exists on JAX only; the other backends raise an error.",
@@ -80,10 +33,6 @@ _NOTES = {
         "cluster; a function returns the values to assign."
     ),
 }
-_V1_NOTE = (
-    "tf.compat.v1.distribute is TensorFlow 1's, and is not changed. Port the program "
-    "to tf.distribute first."
-)
 _TENSORFLOW_ONLY = "It exists on TensorFlow only; JAX and torch raise an error: {}"
 
 
@@ -153,40 +102,27 @@ def _public_names(module: str) -> list[str] | None:
         if file.is_file():
             text = file.read_text(encoding="utf-8")
             listed = re.search(r"^__all__ = (\[.*?\])", text, re.DOTALL | re.MULTILINE)
-            imported = re.findall(r" as (\w+)$", text, re.MULTILINE)
+            imported = re.findall(r" as (\w+)", text)
             return ast.literal_eval(listed[1]) if listed else imported
     return None
 
 
-# Functions of TensorFlow outside of tf.distribute that belong to it.
-_OUTSIDE = [
-    "nn.compute_average_loss",
-    "nn.scale_regularization_loss",
-    *(
-        f"tpu.experimental.{name}"
-        for name in _public_names("keras_strategy.tpu.experimental") or ()
-    ),
-]
-
-
 def _replacement(path: list[str]) -> tuple[str, str]:
     """Return a name of TensorFlow that remains, and what to do on JAX and torch."""
-    for end in range(len(path), 0, -1):
-        name = ".".join(path[:end])
-        if name in _BY_HAND:
-            return name, _BY_HAND[name]
     name = ".".join(path)
+    begins = range(1 + (path[0] in ("math", "nn", "linalg", "signal")))
+    for begin, end in itertools.product(begins, range(len(path), 0, -1)):
+        if (known := ".".join(path[begin:end])) in _INSTEAD:
+            return ".".join(path[:end]), _INSTEAD[known]
     if _DTYPE.fullmatch(path[0]):
         return name, f"use {path[0]!r}"
     if path[0] == "random" and _has_name("keras", path):
         return name, f"use `keras.{name}`"
-    is_nested = path[0] in ("math", "nn", "linalg", "signal")
-    if is_nested and not _has_name("keras.ops", path):
-        path = path[1:] or path
-    path = [_RENAMED.get(path[0], path[0].removeprefix("reduce_")), *path[1:]]
-    if _has_name("keras.ops", path):
-        return name, f"use `keras.ops.{'.'.join(path)}`"
-    return name, _NO_REPLACEMENT
+    for begin in begins:
+        function = ".".join(path[begin:]).removeprefix("reduce_")
+        if function and _has_name("keras.ops", function.split(".")):
+            return name, f"use `keras.ops.{function}`"
+    return name, "in steps use `keras.ops` or layers; elsewhere it needs TensorFlow"
 
 
 def _without_v2(path: list[str]) -> list[str]:
@@ -265,9 +201,6 @@ class _Program(ast.NodeVisitor):
         path = [*self._bindings[root.id], *(link.attr for link in links)]
         num_bound = len(self._bindings[root.id])
         self._num_uses += 1
-        if path[:3] == ["compat", "v1", "distribute"]:
-            self._add_note(node.lineno, _V1_NOTE)
-            return
         if not num_bound:
             v2_path = _without_v2(path)
             path, links = v2_path, links[len(path) - len(v2_path) :]
@@ -275,13 +208,12 @@ class _Program(ast.NodeVisitor):
             if self._exists(path[1:], node.lineno):
                 self._replace(root if num_bound else links[0], self._package_name)
             return
-        for old in _OUTSIDE:
-            parts = old.split(".")
-            if path[: len(parts)] == parts and len(parts) > num_bound:
-                last = links[len(parts) - num_bound - 1]
-                new = f"{self._package_name}.{old.removeprefix('nn.')}"
-                self._replace(last, new)
-                return
+        # Other functions of TensorFlow that belong to tf.distribute.
+        ours = path[1:] if path[:1] == ["nn"] else path
+        is_outside = path[:1] in (["nn"], ["tpu"]) and ours
+        if is_outside and _has_name(keras_strategy.__name__, ours):
+            self._replace(node, ".".join([self._package_name, *ours]))
+            return
         if path and path[0] != "data":
             name, instead = _replacement(path)
             self._add_note(node.lineno, f"tf.{name}: On JAX and torch, {instead}.")

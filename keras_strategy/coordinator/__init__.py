@@ -13,38 +13,28 @@ if TYPE_CHECKING:
         RemoteValue as RemoteValue,
     )
     from keras_strategy.coordinator.worker import PerWorkerValue as PerWorkerValue
+    from keras_strategy.coordinator.worker import PerWorkerValue as PerWorkerValues  # noqa: F401
     from keras_strategy.coordinator.worker import (
         experimental_get_current_worker_index as experimental_get_current_worker_index,
     )
 
-    PerWorkerValues = PerWorkerValue
-
-# For each name: its name in tf.distribute, and our module.
+# The module of each name.
 _HOMES = {
-    "ClusterCoordinator": ("coordinator.ClusterCoordinator", "cluster_coordinator"),
-    "PerWorkerValue": ("coordinator.PerWorkerValue", "worker"),
-    "PerWorkerValues": ("experimental.coordinator.PerWorkerValues", "worker"),
-    "RemoteValue": ("coordinator.RemoteValue", "cluster_coordinator"),
-    "experimental_get_current_worker_index": (
-        "coordinator.experimental_get_current_worker_index",
-        "worker",
-    ),
+    "ClusterCoordinator": "cluster_coordinator",
+    "PerWorkerValue": "worker",
+    "PerWorkerValues": "worker",
+    "RemoteValue": "cluster_coordinator",
+    "experimental_get_current_worker_index": "worker",
 }
 
-__all__ = [
-    "ClusterCoordinator",
-    "PerWorkerValue",
-    "PerWorkerValues",
-    "RemoteValue",
-    "experimental_get_current_worker_index",
-]
+__all__ = sorted(_HOMES)  # pyright: ignore
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    native, module = _HOMES[name]
-    found = get_engine().native(native)
+    scope = "experimental." * (name == "PerWorkerValues")
+    found = get_engine().native(f"{scope}coordinator.{name}")
     if found is None:
-        found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     return found
