@@ -386,8 +386,8 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
 
 def _portable(function: Callable[..., Any]) -> Any:
     """Return a function's module and name if workers can import it, else itself."""
-    module = getattr(function, "__module__", None)
-    qualname = getattr(function, "__qualname__", "")
+    module = str(getattr(function, "__module__", ""))
+    qualname = str(getattr(function, "__qualname__", ""))
     is_bound = inspect.ismethod(function) and not isinstance(function.__self__, type)
     try:
         # It may be another object: a decorator's, which pickle rejects.
