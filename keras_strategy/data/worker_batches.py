@@ -13,6 +13,7 @@ import functools
 import itertools
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,8 +61,28 @@ def warn_once(cluster: Cluster, message: str) -> None:
         logger.warning(message, cluster.size, cluster.size)
 
 
-def _warn_if_same_rows(cluster: Cluster, digests: Sequence[str]) -> None:
-    if len(set(digests)) == 1 and digests[0].strip("-"):
+class _RowSample:
+    """The rows with the smallest checksums: the same ones if workers shuffle alike."""
+
+    def __init__(self):
+        self._counts: Counter[int] = Counter()
+        self._batches = 0
+
+    def add(self, *batches: Any) -> list[int]:
+        """Return rows read once so far, after 1, 2, 4, 8 ... calls; else none."""
+        for batch in batches:
+            self._counts.update(consistency.row_checksums(batch))
+        self._counts = Counter(dict(sorted(self._counts.items())[:8]))
+        self._batches += 1
+        if self._batches & (self._batches - 1):
+            return []
+        return [row for row, count in self._counts.items() if count == 1]
+
+
+def _warn_if_same_rows(cluster: Cluster, samples: Sequence[list[int]]) -> None:
+    # One equal row may be chance, such as one of zeros.
+    first, *others = map(set, samples)
+    if len(samples) == cluster.size and all(len(first & o) > 1 for o in others):
         warn_once(cluster, _SAME_ROWS)
 
 
@@ -122,8 +143,11 @@ class SynchronizedBatches:
             raise WorkerInputError(
                 "All workers must be given the same batches: each computes on its own "
                 "rows of every batch. Received different values in the first one "
-                f"(digests by worker: {by_worker}). If each worker reads different "
-                "rows, distribute its dataset with `AutoShardPolicy.OFF`."
+                f"(digests by worker: {by_worker}). If they are shuffled or drawn at "
+                "random, a seed is missing: call `keras.utils.set_random_seed(...)` "
+                "with one number on all workers before the dataset is made, or pass "
+                "`shuffle(..., seed=...)`. `AutoShardPolicy.OFF` is only for datasets "
+                "of which each worker already has its own rows."
             )
         if not isinstance(batch, LocalRows):
             if self.warn_full_reads:
@@ -181,14 +205,13 @@ class PerWorkerBatches:
     def __iter__(self) -> Iterator[LocalRows]:
         # Now rather than with the first batch: starting may draw random numbers.
         iterator = iter(self.batches)
-        cluster, last = self.cluster, None
+        cluster, last, sample = self.cluster, None, _RowSample()
 
         def describe(batch):
             if batch is None:
                 return "never" if last is None else "no more"
-            digest = digest_of(batch) if last is None else ""
-            leaves = tree.flatten(batch)
-            return [count_rows(batch), digest, *(_layout(leaf, 1) for leaf in leaves)]
+            layouts = [_layout(leaf, 1) for leaf in tree.flatten(batch)]
+            return [count_rows(batch), sample.add(batch), *layouts]
 
         def accept(batch, answers):
             nonlocal last
@@ -205,8 +228,7 @@ class PerWorkerBatches:
                 return None
             counts = [a[0] if isinstance(a, list) else 0 for a in answers]
             self._check(answers, present, counts)
-            if last is None:
-                _warn_if_same_rows(cluster, [answer[1] for answer in present])
+            _warn_if_same_rows(cluster, [answer[1] for answer in present])
             last = batch = last if batch is None else batch
             first = sum(counts[: cluster.rank])
             bounds = [
@@ -306,20 +328,20 @@ def synchronize_rounds(
     # A worker that has no more continues with empty elements, as replicas without an
     # element in a last round do. Unless elements may have fewer rows than others
     # (`partial`), such a round is dropped.
-    empty = ReplicaParts()
+    empty, sample = ReplicaParts(), _RowSample()
 
     def describe(parts):
         if parts is not None:
             layouts = [[_layout(x) for x in tree.flatten(part)] for part in parts]
-            return [layouts, "" if empty else digest_of(list(parts))]
+            return [layouts, sample.add(*parts)]
         if not partial:
             return "none"
         return "empty" if empty else "never"
 
     def accept(parts, answers):
         nonlocal empty
-        present = [answer[0] for answer in answers if isinstance(answer, list)]
-        if not present or "none" in answers:
+        found = [answer for answer in answers if isinstance(answer, list)]
+        if not found or "none" in answers:
             return None
         if "never" in answers:
             name = cluster.names[answers.index("never")]
@@ -327,17 +349,16 @@ def synchronize_rounds(
                 f"The dataset of '{name}' has no element, and those of other workers "
                 "have some. Every worker's dataset must have one or more."
             )
-        if not empty:
-            _warn_if_same_rows(cluster, [answer[1] for answer in answers])
+        _warn_if_same_rows(cluster, [answer[1] for answer in found])
         if parts is None:
             parts = empty
         else:
             empty = ReplicaParts(
                 tree.map_structure(_without_rows, part) for part in parts
             )
-        first, *others = [part for layouts in present for part in layouts]
+        first, *others = [part for answer in found for part in answer[0]]
         same = all(other == first for other in others)
-        parts.alike = same and len(present) == len(answers)
+        parts.alike = same and len(found) == len(answers)
         # The parts of a worker without an element count as an array without rows.
         no_rows = [[[[0]]]] * len(parts)
         layouts = [a[0] if isinstance(a, list) else no_rows for a in answers]

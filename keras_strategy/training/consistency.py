@@ -14,11 +14,13 @@ import itertools
 import math
 import numbers
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
+from keras import tree
 
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.collectives import array_digest
@@ -211,6 +213,22 @@ def rows_digest(array: Any) -> str:
     """Return a digest of rows; an empty one if this worker cannot read them alone."""
     rows = _some_rows(array)
     return "" if rows is None else _digest(rows)
+
+
+def row_checksums(batch: Any) -> list[int]:
+    """Return a checksum of each row, of some elements; none if arrays are not dense."""
+    checksums: list[int] = []
+    try:
+        for array in map(_to_numpy, tree.flatten(batch)):
+            if array.dtype.hasobject:
+                continue
+            rows = array.reshape(len(array), -1)
+            rows = np.ascontiguousarray(rows[:, :: -(-rows.shape[1] // 256)])
+            before = checksums or itertools.repeat(0, len(rows))
+            checksums = [*map(zlib.crc32, rows.view("uint8"), before)]
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
+        return []
+    return checksums
 
 
 def _digest(rows: np.ndarray) -> str:

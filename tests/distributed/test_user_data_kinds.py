@@ -37,9 +37,9 @@ def test_training_ends_with_first_exhausted_worker(results):
 
 def test_shared_data_is_reported(results):
     chief, other = results["said"]
-    errors = ("wrong", "part")
+    errors = ("wrong", "part", "shuffled")
     assert not any(messages for name, messages in other.items() if name not in errors)
-    assert chief["arrays"] == []
+    assert chief["arrays"] == chief["own"] == []
     (same,) = chief["same"]
     assert "All workers read the same rows; with 2 workers that trains each" in same
     (stream,) = chief["stream"]
@@ -49,4 +49,6 @@ def test_shared_data_is_reported(results):
     for result in (chief, other):
         for message in result["part"]:
             assert "and the same values when they were read again" in message
+        (message,) = result["shuffled"]
+        assert message.index("a seed is missing") < message.index("AutoShardPolicy.OFF")
         assert "must give shard r of 2" in result["wrong"][0]

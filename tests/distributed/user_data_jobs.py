@@ -171,6 +171,11 @@ def what_is_said() -> dict:
 
     batches = [(x[:4], y[:4]), (x[4:8], y[4:8])]
     fitted("arrays", ks.IndexedDataset(Rows(), 4, drop_remainder=True))
+    # Rows of zeros, as padding has, are on both workers.
+    own = [(x[rank::2], y[rank::2]), (np.zeros_like(x[:4]), y[:4] * 0)]
+    fitted("own", strategy.distribute_datasets_from_function(lambda _: own))
+    if rank == 1:
+        batches.reverse()
     fitted("same", strategy.distribute_datasets_from_function(lambda _: batches))
     fitted("stream", tf.data.Dataset.from_tensor_slices((x, y)).batch(4))
     fitted("other", ks.IndexedDataset(OtherNoise(), 4, drop_remainder=True))
@@ -185,6 +190,10 @@ def what_is_said() -> dict:
         result.setdefault("part", []).append(str(raised.value))
         for weight, same in zip(weights_of(model), before, strict=True):
             np.testing.assert_array_equal(weight, same)
+    shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=rank)
+    with pytest.raises(ks.errors.WorkerInputError) as raised:
+        model.fit(shuffled.batch(4), verbose=0)
+    result["shuffled"] = [str(raised.value)]
     numbers = tf.data.Dataset.from_tensor_slices((x, y)).shard(3, rank).batch(2)
     try:
         model.fit(numbers, verbose=0)
