@@ -27,6 +27,7 @@ from keras_strategy.data.indexed_dataset import IndexedDataset
 from keras_strategy.data.sharding_policy import files
 from keras_strategy.data.splitting import predict
 from keras_strategy.keras_patches.fingerprint import Fingerprint, fingerprint
+from keras_strategy.keras_patches.saving import CheckpointManager
 from keras_strategy.local_workers import launch
 from keras_strategy.options import (
     InputContext,
@@ -65,6 +66,7 @@ Server: Any
 
 __all__ = [
     "AuditReport",
+    "CheckpointManager",
     "CrossDeviceOps",
     "DistributedDataset",
     "DistributedIterator",

@@ -127,7 +127,7 @@ SAID: dict[str, Status | dict[str, Status]] = {
         "It checks the number: XLA decides what computes where.", "other-names"
     ),
     "experimental.PreemptionCheckpointHandler": differs(
-        "Models and variables in a dict are saved on every backend.",
+        "A `ks.CheckpointManager` is saved on every backend.",
         "other-names",
     ),
     "experimental.PreemptionCheckpointHandler.watch_preemption_scope": differs(

@@ -388,7 +388,7 @@ class Engine(Protocol):
         # turn. The result is None if a dataset is not of this backend.
 
     def checkpoints(self, thing: Any, folder: Any, cluster: "Cluster | None") -> Any:
-        """Return a handler of this backend's checkpoints, as `Checkpoint`, or None."""
+        """Return a handler of this backend's checkpoints, or None."""
 
     def count_operations(
         self, train: Callable[[int], None], steps: int

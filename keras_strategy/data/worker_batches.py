@@ -145,9 +145,8 @@ class SynchronizedBatches:
                 "rows of every batch. Received different values in the first one "
                 f"(digests by worker: {by_worker}). If they are shuffled or drawn at "
                 "random, a seed is missing: call `keras.utils.set_random_seed(...)` "
-                "with one number on all workers before the dataset is made, or pass "
-                "`shuffle(..., seed=...)`. `AutoShardPolicy.OFF` is only for datasets "
-                "of which each worker already has its own rows."
+                "before the dataset is made, or pass `shuffle(..., seed=...)`. Use "
+                "`AutoShardPolicy.OFF` only if each worker already has its own rows."
             )
         if not isinstance(batch, LocalRows):
             if self.warn_full_reads:

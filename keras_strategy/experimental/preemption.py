@@ -10,7 +10,7 @@ from keras_strategy.cluster.membership import Cluster, current_cluster
 from keras_strategy.cluster.preemption import NextAction, Preemption, TerminationNotice
 from keras_strategy.cluster_resolver.cluster_spec import training_tasks
 from keras_strategy.core.registry import get_engine
-from keras_strategy.keras_patches.saving import Checkpoint
+from keras_strategy.keras_patches.saving import CheckpointManager
 from keras_strategy.options import TerminationConfig
 
 
@@ -26,10 +26,7 @@ class PreemptionCheckpointHandler:
         cluster_resolver: `strategy.cluster_resolver`, or None.
         checkpoint_or_checkpoint_manager: The objects to save, as one of:
 
-            - a model, or a dict by your names of models, layers, optimizers, metrics,
-              variables, and data with `state_dict()` and `load_state_dict(state)`. The
-              chief saves them atomically, with the states of the random generators.
-              They can be restored on another number of workers and another backend.
+            - a `CheckpointManager`, or the model or dict that it accepts.
             - an object whose `save(*args, **kwargs)` and `restore_or_initialize()` all
               workers call, such as a `tf.train.CheckpointManager`.
             - with TensorFlow, a `tf.train.Checkpoint`.
@@ -46,26 +43,17 @@ class PreemptionCheckpointHandler:
     Example:
 
     ```python
-    import tempfile
-
     import keras
     import keras_strategy as ks
 
     strategy = ks.MirroredStrategy(["cpu:0"])
     with strategy.scope():
-        total = keras.Variable(0.0, aggregation="sum")
-    step = keras.Variable(0, dtype="int32", trainable=False)
-
-    def train_step():
-        strategy.run(lambda: total.assign_add(1.0))
-
-    with tempfile.TemporaryDirectory() as folder:
-        handler = ks.experimental.PreemptionCheckpointHandler(
-            strategy.cluster_resolver, {"total": total, "step": step}, folder
-        )
-        for _ in range(handler.total_run_calls, 3):
-            handler.run(train_step)
-            step.assign_add(1)
+        total = keras.Variable(0.0, trainable=False)
+    handler = ks.experimental.PreemptionCheckpointHandler(
+        strategy.cluster_resolver, {"total": total}, "checkpoints"
+    )
+    for _ in range(handler.total_run_calls, 3):
+        handler.run(total.assign_add, 1.0)
     assert float(total) == handler.total_run_calls == 3
     ```
     """
@@ -82,11 +70,11 @@ class PreemptionCheckpointHandler:
         if cluster_resolver is not None:
             _require_connected(cluster_resolver, cluster)
         self._save_fn = config.save_fn
-        self._checkpoints = _checkpoints(
+        self._checkpoints = saved = _checkpoints(
             checkpoint_or_checkpoint_manager, checkpoint_dir, cluster, config.save_fn
         )
         self._preemption = Preemption(config, cluster)
-        self._run_calls = self._checkpoints.restore() if self._checkpoints else 0
+        self._run_calls = saved.restore_or_initialize() if saved else 0
         self._preemption.notice.start()
         weakref.finalize(self, self._preemption.notice.stop)
 
@@ -187,7 +175,7 @@ class _Manager:
     def __init__(self, manager: Any):
         self._manager = manager
 
-    def restore(self) -> int:
+    def restore_or_initialize(self) -> int:
         self._manager.restore_or_initialize()
         return 0
 
@@ -212,7 +200,7 @@ def _require_connected(resolver: Any, cluster: Cluster | None) -> None:
 
 
 def _checkpoints(thing: Any, folder: Any, cluster: Cluster | None, save_fn: Any) -> Any:
-    """Return an object with `restore()` and `save(steps)`, or None."""
+    """Return an object with `restore_or_initialize()` and `save(steps)`, or None."""
     if thing is None:
         if save_fn is None:
             raise ValueError(
@@ -220,13 +208,14 @@ def _checkpoints(thing: Any, folder: Any, cluster: Cluster | None, save_fn: Any)
                 "save, unless `termination_config` has a `save_fn`. Received: None"
             )
         return None
-    native = get_engine().checkpoints(thing, folder, cluster)
-    if native is not None:
-        return native
-    if hasattr(thing, "restore_or_initialize") and hasattr(thing, "save"):
-        return _Manager(thing)
-    if folder is None:
+    if isinstance(thing, CheckpointManager):
+        return thing
+    is_manager = hasattr(thing, "restore_or_initialize") and hasattr(thing, "save")
+    if not is_manager and folder is None:
         raise ValueError(
             "A checkpoint needs a folder: argument `checkpoint_dir`. Received: None"
         )
-    return Checkpoint(thing, folder)
+    native = get_engine().checkpoints(thing, folder, cluster)
+    if native is not None or is_manager:
+        return native or _Manager(thing)
+    return CheckpointManager(thing, folder)

@@ -221,15 +221,42 @@ def _numpy(tensor: Any) -> np.ndarray:
     return np.array(ops.convert_to_numpy(tensor))
 
 
-class Checkpoint:
-    """Checkpoint of a custom training loop, including its random states."""
+class CheckpointManager:
+    """Checkpoints of a custom loop, which resumes from them with the same bits.
 
-    # `things` is a model; or by name: objects with `variables` (models, layers,
-    # optimizers, metrics), variables, and data with `state_dict()` and
-    # `load_state_dict(state)`.
+    They contain the states of the random generators, too, and can be restored on
+    another number of devices or workers, and on another backend.
 
-    def __init__(self, things: Any, path: str | os.PathLike):
-        things = things if isinstance(things, Mapping) else {"": things}
+    Args:
+        checkpoint: A model; or a dict, by your names, of models, layers, optimizers,
+            metrics, variables, and data with `state_dict()` and
+            `load_state_dict(state)`, such as a distributed dataset. Build them first.
+        directory: The folder, which no other loop may use.
+        max_to_keep: How many checkpoints the folder keeps.
+
+    Raises:
+        ValueError: If an argument is invalid.
+
+    Example:
+
+    ```python
+    import keras
+    import keras_strategy as ks
+
+    with ks.MirroredStrategy().scope():
+        total = keras.Variable(0.0, trainable=False)
+    manager = ks.CheckpointManager({"total": total}, "checkpoints", max_to_keep=3)
+    for step in range(manager.restore_or_initialize(), 3):
+        total.assign_add(1.0)
+        manager.save(step + 1)
+    assert manager.restore_or_initialize() == float(total) == 3
+    ```
+    """
+
+    def __init__(
+        self, checkpoint: Any, directory: str | os.PathLike, max_to_keep: int = 2
+    ):
+        things = checkpoint if isinstance(checkpoint, Mapping) else {"": checkpoint}
         types = (keras.Variable, keras.Model)
         self._data = {
             name: thing
@@ -253,10 +280,15 @@ class Checkpoint:
                 f"strategy and have variables. Received: {', '.join(found)}"
             )
         self._cluster = self._strategy.extended.cluster
-        self._folder = BackupFolder(path)
+        self._folder = BackupFolder(directory, max_to_keep)
+        self._number = 0
 
-    def restore(self) -> int:
-        """Assign the values of the last save, if any, and return its step count."""
+    def restore_or_initialize(self) -> int:
+        """Restore the last checkpoint, if there is one; all workers call it.
+
+        Returns:
+            The `checkpoint_number` that it was saved with; 0 if there is none.
+        """
         found = self._folder.read(self._cluster)
         if found is None:
             return 0
@@ -266,10 +298,18 @@ class Checkpoint:
         for name, data in self._data.items():
             data.load_state_dict(decode(state[name]))
         set_random_state(found.facts["random"])
-        return found.facts["steps"]
+        self._number = found.facts["steps"]
+        return self._number
 
-    def save(self, steps: int) -> None:
-        """Save; all workers call it, and the chief writes."""
+    def save(self, checkpoint_number: int | None = None) -> None:
+        """Save; all workers call it, and the chief writes.
+
+        Args:
+            checkpoint_number: The number to return when it is restored, such as that of
+                the steps so far. By default the last one plus 1.
+        """
+        number = self._number + 1 if checkpoint_number is None else checkpoint_number
+        self._number = int(number)
         variables = self._variables()
         facts, arrays, shards = read_variables(self._strategy, variables)
         states = [
@@ -277,7 +317,7 @@ class Checkpoint:
         ]
         if self._data and self._cluster is not None:
             states = self._cluster.exchange("the dataset state", states[0])
-        facts |= {"steps": steps, "random": get_random_state(), "data": states}
+        facts |= {"steps": self._number, "random": get_random_state(), "data": states}
         is_split = any(map(is_sharded, variables.values()))
         self._folder.save(self._cluster, facts, arrays, shards, is_split)
 

@@ -18,6 +18,7 @@ import keras
 from keras_strategy.cluster.elastic import elastic_worker
 from keras_strategy.cluster.preemption import NextAction, Preemption
 from keras_strategy.options import TerminationConfig
+from keras_strategy.training.checkpoint import BackupFolder
 
 
 class LogFreeCallback(keras.callbacks.Callback):
@@ -107,11 +108,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     max_to_keep = 2
 
     def attach(self, training: Any) -> None:
-        """Set the `fit` in which this callback is called.
-
-        Args:
-            training: The training; None when it ends.
-        """
+        """Set the `fit` in which this callback is called; None when it ends."""
         self._training = training
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -210,11 +207,7 @@ class ShardedCheckpoint(BackupAndRestore):
                 "Argument `every` must be 'epoch' or a number of batches, 1 or more. "
                 f"Received: every={every!r}"
             )
-        if not _is_positive(max_to_keep):
-            raise ValueError(
-                "Argument `max_to_keep` must be a number of checkpoints, 1 or more. "
-                f"Received: max_to_keep={max_to_keep!r}"
-            )
+        BackupFolder(path, max_to_keep)  # raises if it is invalid
         super().__init__(path, every, False, asynchronous=asynchronous)
         self.max_to_keep = max_to_keep
 

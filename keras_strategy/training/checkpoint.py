@@ -139,6 +139,11 @@ class BackupFolder:
     """
 
     def __init__(self, path: str | os.PathLike, max_to_keep: int = 2):
+        if type(max_to_keep) is not int or max_to_keep < 1:
+            raise ValueError(
+                "Argument `max_to_keep` must be a number of checkpoints, 1 or more. "
+                f"Received: max_to_keep={max_to_keep!r}"
+            )
         self._path, self._max_to_keep = pathlib.Path(path), max_to_keep
         self._pending: _Write | None = None
         self._executor: ThreadPoolExecutor | None = None

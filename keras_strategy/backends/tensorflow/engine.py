@@ -211,11 +211,6 @@ class TensorFlowEngine(Engine):
             return _TensorFlowCheckpoints(thing, thing, cluster)
         if not isinstance(thing, tf.train.Checkpoint):
             return None
-        if folder is None:
-            raise ValueError(
-                "A tf.train.Checkpoint needs a folder: argument `checkpoint_dir`. "
-                "Received: None"
-            )
         manager = tf.train.CheckpointManager(thing, os.fspath(folder), max_to_keep=1)
         writer = manager
         if cluster is not None and not cluster.is_chief:
@@ -273,7 +268,7 @@ class _TensorFlowCheckpoints:
             setattr(reader.checkpoint, _STEPS, steps)
         self._steps = getattr(reader.checkpoint, _STEPS)
 
-    def restore(self) -> int:
+    def restore_or_initialize(self) -> int:
         """Restore the last checkpoint, if any, and return its number of steps."""
         path = self._reader.restore_or_initialize()
         steps = int(self._steps.numpy())
