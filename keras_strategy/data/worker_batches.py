@@ -65,8 +65,7 @@ class _RowSample:
     """The rows with the smallest checksums: the same ones if workers shuffle alike."""
 
     def __init__(self):
-        self._counts: Counter[int] = Counter()
-        self._batches = 0
+        self._counts, self._batches = Counter[int](), 0
 
     def add(self, *batches: Any) -> list[int]:
         """Return rows read once so far, after 1, 2, 4, 8 ... calls; else none."""
@@ -74,9 +73,8 @@ class _RowSample:
             self._counts.update(consistency.row_checksums(batch))
         self._counts = Counter(dict(sorted(self._counts.items())[:8]))
         self._batches += 1
-        if self._batches & (self._batches - 1):
-            return []
-        return [row for row, count in self._counts.items() if count == 1]
+        is_due = not self._batches & (self._batches - 1)
+        return [row for row, count in self._counts.items() if is_due and count == 1]
 
 
 def _warn_if_same_rows(cluster: Cluster, samples: Sequence[list[int]]) -> None:

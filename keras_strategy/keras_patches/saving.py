@@ -224,8 +224,7 @@ def _numpy(tensor: Any) -> np.ndarray:
 class CheckpointManager:
     """Checkpoints of a custom loop, which resumes from them with the same bits.
 
-    They contain the states of the random generators, too, and can be restored on
-    another number of devices or workers, and on another backend.
+    They contain the random states, and fit any number of devices on any backend.
 
     Args:
         checkpoint: A model; or a dict, by your names, of models, layers, optimizers,

@@ -108,7 +108,11 @@ class BackupAndRestore(keras.callbacks.Callback):
     max_to_keep = 2
 
     def attach(self, training: Any) -> None:
-        """Set the `fit` in which this callback is called; None when it ends."""
+        """Set the `fit` in which this callback is called.
+
+        Args:
+            training: The training; None when it ends.
+        """
         self._training = training
 
     def on_train_begin(self, logs: Any = None) -> None:
