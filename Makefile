@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: help demo test test-full test-launchers lint ruff format pyright imports private writing docs \
     clean equality conformance peer ports compat bench gpu hooks errors names drop-hooks faults \
-    pictures gallery wheel
+    pictures gallery notebooks wheel
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
@@ -39,6 +39,7 @@ help:
 	@echo "make drop-hooks  a test must fail without each of the hooks"
 	@echo "make docs      build the documentation into site/"
 	@echo "make gallery   run the examples on every backend, and draw what came out"
+	@echo "make notebooks  run the notebooks, and record what came out"
 	@echo "make pictures  draw what the documentation shows, docs/images"
 	@echo "make wheel     build archive and wheel, and try this in an empty environment"
 	@echo "make clean     remove the virtual environment and what was built"
@@ -155,6 +156,10 @@ wheel:
 gallery: $(STAMP)
 	@$(VENV)/bin/python tools/gallery.py $(ARGS)
 	@$(VENV)/bin/python tools/pictures.py
+
+# Minutes. ARGS="vae_digits" picks some.
+notebooks: $(STAMP)
+	@$(VENV)/bin/python tools/notebooks.py $(ARGS)
 
 # After tools/pictures.py was changed.
 pictures: $(STAMP)

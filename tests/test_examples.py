@@ -1,10 +1,9 @@
 """The examples run as their docstrings say. `make demo` runs fit_digits.py."""
 
-import ast
 import json
 import os
 import pathlib
-import tempfile
+import re
 
 import keras
 import pytest
@@ -43,13 +42,18 @@ ON_ONE = {
 }
 
 
+def shorten(source: str) -> str:
+    """Return a notebook's program with three epochs."""
+    return re.sub(r"^EPOCHS = \d+$", "EPOCHS = 3", source, flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("name", "last"),
     [("custom_loop.py", "the best weights again"), ("gan_digits.py", "fell to")],
 )
 def test_example_runs(name, last, program):
     # It makes its own logical devices.
-    end = program(EXAMPLES / name, "--epochs=3")
+    end = program(shorten((EXAMPLES / name).read_text()))
     assert end.exit_status == 0, end.output
     assert "on 2 devices" in end.output and "epoch 3" in end.output
     assert last in end.output
@@ -63,9 +67,8 @@ def test_example_runs_on_its_backend(name, program):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     quick = {"mnist_cnn": 1, "own_rows": 3, "text_transformer": 1}
-    epochs = {"early_stopping": (), "tf_distribute_port": ()}.get(
-        name, (f"--epochs={quick.get(name, 2)}",)
-    )
+    whole = {"early_stopping", "tf_distribute_port", *notebooks.SOURCES}
+    epochs = () if name in whole else (f"--epochs={quick.get(name, 2)}",)
     more = ("--letters=3",) if name == "text_transformer" else ()
     end = program(EXAMPLES / f"{name}.py", *epochs, *more)
     assert end.exit_status == 0, end.output
@@ -84,44 +87,36 @@ def test_every_example_is_in_gallery_and_tests():
         assert f"images/gallery/{drawn.stem}.svg" in page
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
-def test_notebook_runs(path):
-    """It has all of the program, in order, and calls it at its end."""
-    cells = notebooks.notebook(path.read_text())["cells"]
-    assert cells[0]["cell_type"] == "markdown"
-    *body, last = ["".join(cell["source"]) for cell in cells[1:]]
-    assert "assert main(" in last
-    tree = ast.parse(path.read_text())
-    assert ast.dump(ast.Module(tree.body[1:-1], [])) == ast.dump(
-        ast.parse("\n".join(body))
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="the same on each")
+@pytest.mark.parametrize("name", notebooks.SOURCES)
+def test_notebook_is_current(name):
+    """It has the cells of its program, all of which ran."""
+    made = notebooks.notebook(notebooks.SOURCES[name].read_text())["cells"]
+    recorded = json.loads((notebooks.FOLDER / f"{name}.ipynb").read_text())["cells"]
+    assert [cell["source"] for cell in recorded] == [cell["source"] for cell in made], (
+        f"run `make notebooks ARGS={name}`"
     )
+    code = [cell for cell in recorded if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
+    assert f"notebooks/{name}.ipynb" in (ROOT / "docs" / "gallery.md").read_text()
 
 
-@pytest.mark.skipif(keras.backend.backend() != "jax", reason="it takes seconds")
 def test_notebook_runs_in_kernel(monkeypatch):
-    """Logical devices, scopes and a loop of one's own work in one."""
-    nbclient = pytest.importorskip("nbclient")
+    """Logical devices, scopes and a custom loop work in one."""
+    pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    import nbformat
-    from jupyter_client.manager import AsyncKernelManager
-
     monkeypatch.delenv("KERAS_STRATEGY_LOGICAL_CPUS", raising=False)
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", paths)
-    made = notebooks.notebook((EXAMPLES / "custom_loop.py").read_text())
-    last = made["cells"][-1]
-    text = "".join(last["source"])
-    assert '= []  # or ["--epochs", "3"]' in text
-    last["source"] = text.replace("[]  # or ", "")
-    book = nbformat.reads(json.dumps(made), as_version=4)
-    with tempfile.TemporaryDirectory() as folder:
-        # By sockets of a folder: a port may be taken before the kernel listens there.
-        kernel = AsyncKernelManager(
-            kernel_name="python3", transport="ipc", ip=os.path.join(folder, "kernel")
-        )
-        nbclient.NotebookClient(book, km=kernel, timeout=200).execute()
-    printed = "".join(o.text for o in book.cells[-1].outputs if o.name == "stdout")
-    assert "on 2 devices" in printed and "the best weights again" in printed
+    source = shorten(notebooks.SOURCES["custom_loop"].read_text())
+    book = notebooks.run(notebooks.notebook(source))
+    shown = [
+        "".join(output["text"])
+        for cell in book["cells"]
+        for output in cell.get("outputs", [])
+    ]
+    assert f"{keras.backend.backend()} on 2 devices\n" in shown
+    assert "the best weights again" in shown[-1]
 
 
 @pytest.mark.parametrize("code", ALONE)

@@ -27,16 +27,16 @@ from keras_strategy.testing import WarmStarter, WorkerRunner
 ROOT = pathlib.Path(__file__).parents[1]
 RECORDED = ROOT / "docs" / "images" / "gallery"
 # Of each example: its workers, which number of an epoch is drawn, and whether it saves
-# what it has made.
+# what it has made. Of a notebook, the latter is what to save.
 EXAMPLES = {
     "fit_digits": (1, "loss", False),
     "custom_loop": (1, "test accuracy", False),
     "mnist_cnn": (1, "val_accuracy", True),
-    "gan_digits": (1, "distance", True),
+    "gan_digits": (1, "distance", "made=made, real=real"),
     "multi_worker": (2, "accuracy", False),
     "text_transformer": (1, "loss", False),
     "denoising_autoencoder": (1, "loss", True),
-    "vae_digits": (1, "loss", True),
+    "vae_digits": (1, "loss", "plane=plane"),
     "transfer_learning": (1, "val_accuracy", False),
     "distillation": (1, "accuracy", False),
     "early_stopping": (1, "val_loss", False),
@@ -141,13 +141,18 @@ def recorded(name: str, starter: WarmStarter, verbose: bool) -> dict:
     workers, _, saves = EXAMPLES[name]
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "made.npz")
-        arguments = ["--save", str(file)] if saves else []
+        program = ROOT / "examples" / f"{name}.py"
+        arguments = ["--save", str(file)] if saves is True else []
+        if isinstance(saves, str):
+            source = f"{program.read_text()}\nnp.savez({str(file)!r}, {saves})\n"
+            program = pathlib.Path(folder, program.name)
+            program.write_text(source)
         # It asks for its devices by itself.
         alone = {"KERAS_STRATEGY_LOGICAL_CPUS": None}
         with WorkerRunner(
             workers, timeout_seconds=280, environment=alone, starter=starter
         ) as runner:
-            runner.start(ROOT / "examples" / f"{name}.py", *arguments)
+            runner.start(program, *arguments)
             ends = runner.wait()
         for end in ends:
             if verbose or end.exit_status:

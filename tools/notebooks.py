@@ -1,45 +1,39 @@
-"""Notebooks of the examples, made when the documentation is built (a hook of mkdocs).
+"""Write the notebooks of the documentation, with their outputs: `make notebooks`.
 
-A cell for what stands above the imports, one for them, and one for each function; the
-last one calls `main`, with the arguments that a program would get.
+    python tools/notebooks.py [NAME ...]
+
+An example that has lines `# %%` is a notebook, too: each begins a cell of code, and
+`# %% [markdown]` a cell of text, in comments. The docstring of the program is the first
+cell. A kernel runs the cells from top to bottom. docs/notebooks/*.ipynb has what they
+print and show.
 """
 
-import ast
 import json
+import os
 import pathlib
+import re
+import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "notebooks"
+SOURCES = {
+    path.stem: path
+    for path in sorted(ROOT.glob("examples/*.py"))
+    if "\n# %%\n" in path.read_text()
+}
+_BEGIN = re.compile(r"^# %%( \[markdown\])?\n", re.MULTILINE)
 
 
 def notebook(source: str) -> dict:
-    """Return the notebook of a program.
-
-    Args:
-        source: The text of an example: a docstring, imports, constants, functions, and
-            a call of `main` where it is not imported.
-    """
-    lines = source.splitlines()
-    body = ast.parse(source).body
-    cells = [_cell("markdown", ast.get_docstring(ast.parse(source)) or "")]
-    begin = body[0].end_lineno or 0
-    several: list[str] = []
-    for node in body[1:]:
-        text = lines[begin : node.end_lineno]
-        begin = node.end_lineno or begin
-        alone = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.If)
-        if alone and several:
-            cells.append(_cell("code", "\n".join(several)))
-            several = []
-        if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
-            called = "main(sys.argv[1:])" if "main(sys.argv" in source else "main()"
-            lists = 'sys.argv[1:] = []  # or ["--epochs", "3"]'
-            text = [lists, f"assert {called} == 0"]
-        several += text
-        if alone:
-            cells.append(_cell("code", "\n".join(several)))
-            several = []
-    if several:
-        cells.append(_cell("code", "\n".join(several)))
+    """Return the notebook of a program, without outputs."""
+    docstring, *parts = _BEGIN.split(source)
+    title, text = docstring.strip().strip('"').split("\n", 1)
+    cells = [_cell("markdown", f"# {title.rstrip('.')}\n{text}")]
+    for mark, text in zip(parts[::2], parts[1::2], strict=True):
+        if mark:
+            text = re.sub(r"^# ?", "", text, flags=re.MULTILINE)
+        cells.append(_cell("markdown" if mark else "code", text))
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     return {
         "cells": cells,
@@ -55,14 +49,42 @@ def _cell(kind: str, text: str) -> dict:
     return {"cell_type": kind, "metadata": {}, "source": source, **code}
 
 
-def on_files(files, config):
-    """Add the notebooks to the pages, so that their links are checked."""
-    from mkdocs.structure.files import File
+def run(book: dict) -> dict:
+    """Return the notebook with what its cells print and show in a kernel."""
+    import nbclient
+    import nbformat
+    from jupyter_client.manager import AsyncKernelManager
 
-    for path in sorted(ROOT.glob("examples/*.py")):
-        if "MultiWorkerMirroredStrategy" in path.read_text():
-            continue  # a notebook is none of several workers
-        text = json.dumps(notebook(path.read_text()), indent=1)
-        name = f"notebooks/{path.stem}.ipynb"
-        files.append(File.generated(config, name, content=text))
-    return files
+    node = nbformat.reads(json.dumps(book), as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        # By sockets of a folder: a port may be taken before the kernel listens there.
+        kernel = AsyncKernelManager(
+            kernel_name="python3", transport="ipc", ip=os.path.join(folder, "kernel")
+        )
+        nbclient.NotebookClient(
+            node, km=kernel, timeout=280, record_timing=False, coalesce_streams=True
+        ).execute()
+    for cell in node.cells:
+        if cell.cell_type == "code":
+            # Backends write to the standard error what depends on the machine.
+            cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
+            for output in cell.outputs:
+                output.get("data", {}).pop("image/jpeg", None)  # as image/png
+    return json.loads(nbformat.writes(node))
+
+
+def main() -> int:
+    """Run the notebooks, each on the backend that it names."""
+    os.environ.pop("KERAS_BACKEND", None)
+    os.environ["PYTHONPATH"] = str(ROOT)
+    FOLDER.mkdir(exist_ok=True)
+    for name in sys.argv[1:] or SOURCES:
+        book = run(notebook(SOURCES[name].read_text()))
+        path = FOLDER / f"{name}.ipynb"
+        path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n")
+        print(path.relative_to(ROOT), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
