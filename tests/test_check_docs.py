@@ -1,6 +1,7 @@
 """Checks of docstrings and of names in the documentation (`make lint`)."""
 
 import pathlib
+import re
 
 import keras
 import pytest
@@ -109,6 +110,22 @@ def test_find_phrases_of_code_reports_line(comment):
     (problem,) = check_docs.find_phrases_of_code(pathlib.Path("x.py"), source)
     line = 2 + comment.count("\n", 0, comment.index("told"))
     assert problem.startswith(f"x.py:{line}: 'is told'. Write instead: receives")
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["multiple gpus", "clip by global norm", "slow first step", "mixed precision"]
+    + ["resume", "oom", "out of memory", "wandb", "optuna", "notebook"],
+)
+def test_search_finds_section(query):
+    """A page has a section with each word, as the search of the site needs it."""
+    pages = (check_docs.ROOT / "docs").glob("*.md")
+    sections = [
+        s for page in pages for s in re.split(r"^#+ ", page.read_text(), flags=re.M)
+    ]
+    assert any(
+        set(query.split()) <= set(re.findall(r"\w+", s.lower())) for s in sections
+    )
 
 
 def test_long_pages_exist():

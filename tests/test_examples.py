@@ -1,13 +1,16 @@
 """The examples run as their docstrings say. `make demo` runs fit_digits.py."""
 
+import contextlib
 import json
 import os
 import pathlib
 import re
+import sqlite3
 
 import keras
 import pytest
 
+from keras_strategy.testing import WorkerRunner
 from tests.pages import blocks_of
 from tools import notebooks
 
@@ -75,11 +78,25 @@ def test_example_runs_on_its_backend(name, program):
     assert ON_ONE[keras.backend.backend()][name] in end.output
 
 
+def test_optuna_study_runs_on_two_workers(starter, tmp_path):
+    pytest.importorskip("optuna")
+    with WorkerRunner(2, timeout_seconds=280, starter=starter) as runner:
+        storage = f"--storage=sqlite:///{tmp_path}/study.db"
+        runner.start(EXAMPLES / "optuna_study.py", "--epochs=2", storage)
+        chief, other = runner.wait()
+    assert chief.exit_status == other.exit_status == 0, chief.output + other.output
+    assert "the best of 6" in chief.output and "the best" not in other.output
+    with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as database:
+        (trials,) = database.execute("SELECT COUNT(*) FROM trials").fetchone()
+    assert trials == 6
+
+
 def test_every_example_is_in_gallery_and_tests():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     page = (ROOT / "docs" / "gallery.md").read_text()
     tested = {name for of_backend in ON_ONE.values() for name in of_backend}
     elsewhere = {"custom_loop", "fit_digits", "gan_digits", "multi_worker"}
+    elsewhere |= {"optuna_study"}
     assert names == tested | elsewhere
     for name in names:
         assert f"examples/{name}.py" in page
