@@ -109,12 +109,12 @@ class Drawing:
 
 
 def idea() -> str:
-    """One program, N devices, three engines."""
+    """One program, N devices, three backends."""
     drawing = Drawing(
         760,
         470,
         "One program; its global batch is split by rows over four devices; their "
-        "gradients are added up; the weights are one device's; JAX, torch or "
+        "gradients are summed; the weights match one device; JAX, torch or "
         "TensorFlow compute",
     )
     drawing.box(
@@ -135,10 +135,11 @@ def idea() -> str:
         drawing.box(x, 206, 155, 54, DEVICE, f"device {number}", rows)
         drawing.arrow(x + 77, 260, 205 + 117 * number, 298)
     drawing.box(
-        130, 300, 500, 34, RESULT, "gradients, weighted by rows, are added up once"
+        130, 300, 500, 34, RESULT, "gradients, weighted by rows, are summed once"
     )
     drawing.arrow(380, 334, 380, 362)
-    drawing.box(130, 364, 500, 34, PROGRAM, "weights, logs, predictions: one device's")
+    result = "weights, logs and predictions match one device"
+    drawing.box(130, 364, 500, 34, PROGRAM, result)
     for number, engine in enumerate(
         ("JAX: XLA sharding", "torch: torch.distributed", "TensorFlow: tf.distribute")
     ):
