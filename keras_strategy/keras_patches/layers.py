@@ -83,7 +83,8 @@ def _moments(original, strategy, self, inputs, mask):
     # present.
     replica = context.distributed_replica()
     if replica is not None:
-        variable_sync.declare_if_shared(self)  # it assigns its moving statistics next
+        # It assigns its moving statistics next.
+        variable_sync.declare_state_rules(self)
     axes = self._reduction_axes
     if replica is not None and (
         self.synchronized

@@ -21,6 +21,7 @@ from keras import ops
 from keras_strategy.core import context
 from keras_strategy.core.protocols import Replica
 from keras_strategy.devices import ReplicaTopology
+from keras_strategy.options import GLOBAL
 from keras_strategy.training.reduction import cast_for_sum, is_float
 from keras_strategy.training.row_weights import apply_row_weight, where_has_rows
 from keras_strategy.values import ReduceOp
@@ -213,6 +214,27 @@ def sync_state(
         replica.write(variable, value)
 
 
+def call_in_run(
+    replica: Replica, fn: Callable[..., Any], args: tuple, kwargs: dict
+) -> Any:
+    """Call the function of `run`; then average the statistics that layers assigned."""
+    result = fn(*args, **kwargs)
+    averaged = [
+        variable
+        for variable in replica.step.assigned.values()
+        if vars(variable).get(_RULE) is StateRule.MEAN_OF_ROWS
+    ]
+    strategy = context.get_strategy()
+    # Global statistics are equal already.
+    if averaged and strategy.batch_statistics != GLOBAL:
+        replicas = strategy.num_replicas_in_sync
+        parts = [ops.divide(variable.value, replicas) for variable in averaged]
+        sums = replica.weighted_sum(parts, None)
+        for variable, total in zip(averaged, sums, strict=True):
+            replica.write(variable, total)
+    return result
+
+
 # Relative to the largest entry: a few operations' worth, since devices may round
 # differently.
 _ROUNDING = {"float64": 2**-48, "float32": 2**-19}
@@ -229,15 +251,6 @@ def _is_equal(value: Any, first: Any) -> Any:
     difference = ops.where(same, 0.0, ops.abs(value - first))
     size = ops.where(ops.isfinite(first), ops.abs(first), 0.0)
     return ops.all(difference <= _ROUNDING.get(dtype, 0.0) * ops.max(size, initial=0))
-
-
-def declare_if_shared(owner: Any) -> None:
-    """Declare the rules of a Keras object's variables if replicas share memory."""
-    strategy = context.current_scope()
-    if strategy is not None and (
-        strategy.parameter_device is not None or strategy.virtual_replicas is not None
-    ):
-        declare_state_rules(owner)
 
 
 def is_shared_without_aggregation(replica: Replica, variable: Any) -> bool:

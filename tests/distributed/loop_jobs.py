@@ -28,6 +28,7 @@ def train(folder: str, seed: int = 1, stop_at: int = 0, strategy: Any = None) ->
             [
                 keras.Input((6,)),
                 layers.Dense(8, "tanh"),
+                layers.BatchNormalization(),
                 layers.Dropout(0.3),
                 layers.Dense(3),
             ]

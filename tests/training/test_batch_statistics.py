@@ -175,6 +175,28 @@ def test_train_on_batch_and_run(of_all):
     assert largest(*results) < 2e-5
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_run_averages_local_statistics(two, compiled, caplog):
+    """Each replica normalizes with its rows; the moving statistics are their means."""
+    with two.scope():
+        layer = layers.BatchNormalization(momentum=0.0)
+        layer.build(X.shape)
+    options = ks.RunOptions(compile=compiled)
+    for batch in two.experimental_distribute_dataset([X[:7], X[:5]]):
+        two.run(lambda x: layer(x, training=True), args=(batch,), options=options)
+    halves = X[:3], X[3:5]
+    for variable, statistic in (
+        (layer.moving_mean, np.mean),
+        (layer.moving_variance, np.var),
+    ):
+        expected = sum(statistic(half, axis=0) for half in halves) / 2
+        for component in two.experimental_local_results(variable):
+            np.testing.assert_allclose(
+                ops.convert_to_numpy(component), expected, atol=1e-6
+            )
+    assert "differ" not in caplog.text
+
+
 def test_float16_statistics(of_all):
     """The statistics themselves are of float32."""
     keras.config.set_dtype_policy("mixed_bfloat16")

@@ -287,7 +287,7 @@ class TensorFlowGroup(ComponentGroup):
                 attributes[replica.index].in_turn(),
             ):
                 args, kwargs = select_replica((args, kwargs), replica.index, replicas)
-                result = fn(*args, **kwargs)
+                result = variable_sync.call_in_run(replica, fn, args, kwargs)
                 outputs[replica.index] = tree.map_structure(_read, result)
 
         try:

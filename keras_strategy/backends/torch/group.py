@@ -46,7 +46,7 @@ from keras_strategy.keras_patches.variables_optimizers import byte_count, stored
 from keras_strategy.training import ownership, reduction
 from keras_strategy.training.sharding import FlatShards
 from keras_strategy.training.train_step import find_batch_rows
-from keras_strategy.training.variable_sync import is_sync_on_read
+from keras_strategy.training.variable_sync import call_in_run, is_sync_on_read
 from keras_strategy.values import (
     DistributedValues,
     PerReplica,
@@ -241,7 +241,7 @@ class TorchGroup(ComponentGroup):
                 # No replica writes before all of them have reached this point.
                 outputs = replica.exchange(
                     "the end of the function",
-                    functions[index](*local_args, **local_kwargs),
+                    call_in_run(replica, functions[index], local_args, local_kwargs),
                     lambda outputs: regroup(
                         outputs,
                         torch.is_tensor,
