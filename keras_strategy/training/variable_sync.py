@@ -214,11 +214,8 @@ def sync_state(
         replica.write(variable, value)
 
 
-def call_in_run(
-    replica: Replica, fn: Callable[..., Any], args: tuple, kwargs: dict
-) -> Any:
-    """Call the function of `run`; then average the statistics that layers assigned."""
-    result = fn(*args, **kwargs)
+def average_statistics(replica: Replica) -> None:
+    """Average the statistics that layers assigned, at the end of `run`."""
     averaged = [
         variable
         for variable in replica.step.assigned.values()
@@ -232,7 +229,6 @@ def call_in_run(
         sums = replica.weighted_sum(parts, None)
         for variable, total in zip(averaged, sums, strict=True):
             replica.write(variable, total)
-    return result
 
 
 # Relative to the largest entry: a few operations' worth, since devices may round

@@ -50,7 +50,7 @@ from keras_strategy.training.random import BatchDimCache
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.row_weights import apply_row_weight
 from keras_strategy.training.train_step import find_batch_rows, traced_run_state
-from keras_strategy.training.variable_sync import call_in_run, is_sync_on_read
+from keras_strategy.training.variable_sync import average_statistics, is_sync_on_read
 from keras_strategy.values import ReduceOp, is_numeric_array, regroup, select_replica
 
 
@@ -126,7 +126,8 @@ class EagerReplica(ThreadReplica):
         ):
             selected = select_replica((args, kwargs), self.index, replicas)
             args, kwargs = tree.map_structure(place, selected)
-            output = unwrap_variables(call_in_run(self, fn, args, kwargs))
+            output = unwrap_variables(fn(*args, **kwargs))
+            average_statistics(self)
             # Nothing is written before every replica has succeeded.
             self.exchange("the end of the function", None, lambda _: None)
             return output

@@ -51,7 +51,7 @@ from keras_strategy.training.ownership import (
     strategy_of_variable,
 )
 from keras_strategy.training.train_step import traced_step_state
-from keras_strategy.training.variable_sync import call_in_run, is_sync_on_read
+from keras_strategy.training.variable_sync import average_statistics, is_sync_on_read
 from keras_strategy.values import DistributedValues, PerReplica
 
 _CONCRETE_ERRORS = (
@@ -126,7 +126,8 @@ def compile_program(
             context.replica_scope(ReplicaContext(strategy, replica)),
             scope,
         ):
-            result = unwrap_variables(call_in_run(replica, fn, args, kwargs))
+            result = unwrap_variables(fn(*args, **kwargs))
+            average_statistics(replica)
         assignable = {id(v) for v in (*written, *local)}
         readable = {id(v) for v in read} | assignable
         is_new = scope.written.keys() - assignable or scope.used.keys() - readable

@@ -287,7 +287,8 @@ class TensorFlowGroup(ComponentGroup):
                 attributes[replica.index].in_turn(),
             ):
                 args, kwargs = select_replica((args, kwargs), replica.index, replicas)
-                result = variable_sync.call_in_run(replica, fn, args, kwargs)
+                result = fn(*args, **kwargs)
+                variable_sync.average_statistics(replica)
                 outputs[replica.index] = tree.map_structure(_read, result)
 
         try:

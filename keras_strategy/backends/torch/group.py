@@ -46,7 +46,7 @@ from keras_strategy.keras_patches.variables_optimizers import byte_count, stored
 from keras_strategy.training import ownership, reduction
 from keras_strategy.training.sharding import FlatShards
 from keras_strategy.training.train_step import find_batch_rows
-from keras_strategy.training.variable_sync import call_in_run, is_sync_on_read
+from keras_strategy.training.variable_sync import average_statistics, is_sync_on_read
 from keras_strategy.values import (
     DistributedValues,
     PerReplica,
@@ -238,10 +238,13 @@ class TorchGroup(ComponentGroup):
                 replica.scope,
             ):
                 local_args, local_kwargs = self.arrays_to_tensors(arguments)
+                result = functions[index](*local_args, **local_kwargs)
+                if replica.step.assigned:
+                    average_statistics(replica)
                 # No replica writes before all of them have reached this point.
                 outputs = replica.exchange(
                     "the end of the function",
-                    call_in_run(replica, functions[index], local_args, local_kwargs),
+                    result,
                     lambda outputs: regroup(
                         outputs,
                         torch.is_tensor,

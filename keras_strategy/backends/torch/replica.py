@@ -45,7 +45,7 @@ from keras_strategy.keras_patches.random import dry_run_layer, layer_draws
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.sharding import OPTIMIZER_SHARDING, gradient_shards
-from keras_strategy.training.variable_sync import call_in_run
+from keras_strategy.training.variable_sync import average_statistics
 from keras_strategy.values import (
     PerReplica,
     ReduceOp,
@@ -475,7 +475,10 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
                 args, kwargs = self._group.arrays_to_tensors(
                     select_replica((args, kwargs), 0, 1)
                 )
-                outputs = self._outputs(call_in_run(self, fn, args, kwargs))
+                result = fn(*args, **kwargs)
+                if self.step.assigned:
+                    average_statistics(self)
+                outputs = self._outputs(result)
             self._attributes.swapped.clear()  # the only replica's values stay
             self._attributes.swap_out()
             return outputs
