@@ -224,8 +224,8 @@ NOTES = {
     "tf.keras": "use `import keras`",
     "tf.raw_ops.Copy": "in steps use `keras.ops` or layers",
     "tf.math.log": "use `keras.ops.log`",
-    "tf.train.Checkpoint": "Save and resume a loop",
-    "tf.train.CheckpointManager": "Save and resume a loop",
+    "tf.train.Checkpoint": "`ks.CheckpointManager`",
+    "tf.train.CheckpointManager": "`ks.CheckpointManager`",
 }
 
 
