@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from keras import tree
 
 from keras_strategy.cluster.membership import Cluster
@@ -70,7 +71,10 @@ class _RowSample:
     def add(self, *batches: Any) -> list[int]:
         """Return rows read once so far, after 1, 2, 4, 8 ... calls; else none."""
         for batch in batches:
-            self._counts.update(consistency.row_checksums(batch))
+            checksums = consistency.row_checksums(batch)
+            rows, counts = np.unique(checksums, return_counts=True)
+            for row, count in zip(rows[:8], counts[:8], strict=True):
+                self._counts[int(row)] += int(count)
         self._counts = Counter(dict(sorted(self._counts.items())[:8]))
         self._batches += 1
         is_due = not self._batches & (self._batches - 1)
