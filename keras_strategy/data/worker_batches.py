@@ -63,7 +63,7 @@ def warn_once(cluster: Cluster, message: str) -> None:
 
 
 class _RowSample:
-    """The rows with the smallest checksums: the same ones if workers shuffle alike."""
+    """Sample of the rows read so far, by their checksums, in whatever order."""
 
     def __init__(self):
         self._counts, self._batches = Counter[int](), 0

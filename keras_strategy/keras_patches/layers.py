@@ -83,8 +83,11 @@ def _moments(original, strategy, self, inputs, mask):
     # present.
     replica = context.distributed_replica()
     if replica is not None:
-        # It assigns its moving statistics next.
-        variable_sync.declare_state_rules(self)
+        # It assigns its moving statistics next; `fit` declares them after the step.
+        if replica.step.row_weight is None:
+            variable_sync.declare_state_rules(self)
+        else:
+            variable_sync.declare_if_shared(self)
     axes = self._reduction_axes
     if replica is not None and (
         self.synchronized

@@ -61,7 +61,7 @@ _NEXT = "(self, ordered=True)"
 def _next(original, replica, self, ordered=True):
     """Draw independent numbers on each replica, except for those of its rows."""
     # Only the drawn seed differs; the stored state advances as on one device.
-    variable_sync.declare_state_rules(self)  # it assigns its state
+    variable_sync.declare_if_shared(self)  # it assigns its state
     seed = original(self, ordered)
     if isinstance(replica, DryRun) or replica.step.is_drawing:
         return seed  # identical on all replicas

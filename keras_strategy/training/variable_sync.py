@@ -169,7 +169,9 @@ def declare_state_rules(owner: Any) -> None:
         if isinstance(owner, kind):
             for name in attributes.split():
                 variable = getattr(owner, name, None)
-                if isinstance(variable, keras.Variable):
+                # torch.compile cannot trace the assignment: it is made once.
+                is_variable = isinstance(variable, keras.Variable)
+                if is_variable and vars(variable).get(_RULE) is not rule:
                     vars(variable)[_RULE] = rule
 
 
@@ -214,8 +216,17 @@ def sync_state(
         replica.write(variable, value)
 
 
+def declare_if_shared(owner: Any) -> None:
+    """Declare the rules of a Keras object's variables if replicas share memory."""
+    strategy = context.current_scope()
+    if strategy is not None and (
+        strategy.parameter_device is not None or strategy.virtual_replicas is not None
+    ):
+        declare_state_rules(owner)
+
+
 def average_statistics(replica: Replica) -> None:
-    """Average the statistics that layers assigned, at the end of `run`."""
+    """Average the moving statistics that layers have assigned in `run`."""
     averaged = [
         variable
         for variable in replica.step.assigned.values()
