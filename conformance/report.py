@@ -1,4 +1,4 @@
-"""Tables of the results, and the page docs/conformance.md."""
+"""Tables of the results, docs/conformance.md and docs/conformance.tsv."""
 
 import re
 import textwrap
@@ -10,6 +10,7 @@ from conformance.program import Program, all_programs
 from conformance.systems import ALL, System
 
 PAGE = ROOT / "docs" / "conformance.md"
+FIGURES = PAGE.with_suffix(".tsv")
 _ERROR_CHARACTERS = 32
 
 
@@ -120,8 +121,58 @@ def _texts(found: dict[Any, dict[str, Any]], system: str, program: str, n: int) 
     return text
 
 
+def outcome(cell: dict[str, Any], full: dict[str, Any] | None = None) -> str:
+    """Return a cell in a word; `full` is the same program with full batches."""
+    if "skipped" in cell:
+        return "–"
+    if cell["equal"]:
+        return "equal"
+    if full is not None and full["equal"]:
+        return "full"
+    if "error" in cell:
+        return "raises"
+    return "warns" if cell["warnings"] else "differs"
+
+
+def outcomes(results: dict[str, Any], programs: Sequence[Program]) -> str:
+    """Return the table of outcomes with the smallest number of replicas."""
+    chosen = _systems(results)
+    first = min(c["replicas"] for c in _cells(results))
+    found = {
+        (c["system"], c["program"], c["rows"]): c
+        for c in _cells(results)
+        if c["replicas"] == first
+    }
+    lines = [
+        "| program | " + " | ".join(s.title for s in chosen) + " |",
+        "| --- |" + " --- |" * len(chosen),
+    ]
+    for program in programs:
+        words = (
+            outcome(
+                found[system.name, program.name, "uneven"],
+                found.get((system.name, program.name, "full")),
+            )
+            for system in chosen
+        )
+        lines.append(f"| {program.name} | {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
+def write_figures(results: dict[str, Any]) -> None:
+    """Write all cells as a table of tab-separated values."""
+    columns = ("system", "program", "replicas", "rows")
+    lines = ["\t".join((*columns, "outcome", "weights", "logs", "error"))]
+    for cell in _cells(results):
+        figures = [f"{cell[k]:.0e}" if k in cell else "" for k in ("weights", "logs")]
+        error = " ".join(cell.get("error", "").split())
+        values = [str(cell[column]) for column in columns]
+        lines.append("\t".join([*values, outcome(cell), *figures, error]))
+    FIGURES.write_text("\n".join(lines) + "\n")
+
+
 def write_page(results: dict[str, Any]) -> None:
-    """Write the measured parts of docs/conformance.md, which markers enclose."""
+    """Write the measured parts of docs/conformance.md, and the figures beside it."""
     programs = all_programs()
     versions: dict[str, set[str]] = {}
     for line in _lines(results):
@@ -132,16 +183,15 @@ def write_page(results: dict[str, Any]) -> None:
     )
     minutes = sum(found["minutes"] for found in results.values())
     date = max(found["date"] for found in results.values())
-    score, details = tables(results, programs).split("\n\n## ", 1)
     values = {
         "run": textwrap.fill(
             f"{len(programs)} programs on {len(ALL)} systems take {minutes:.0f} minutes"
             f" on a machine of 2 cores. Measured on {date}, on CPUs, with {named}.",
             88,
         ),
-        "scores": score,
+        "scores": scores(results),
         "systems": "\n".join(f"- {s.title}: {_source(s.page)}" for s in ALL.values()),
-        "tables": f"### {details.replace('## N', '### N')}",
+        "outcomes": outcomes(results, programs),
     }
     text = PAGE.read_text()
     for name, value in values.items():
@@ -149,6 +199,7 @@ def write_page(results: dict[str, Any]) -> None:
         before, _, rest = text.partition(start)
         text = f"{before}{start}\n{value}\n\n{end}{rest.partition(end)[2]}"
     PAGE.write_text(text)
+    write_figures(results)
 
 
 def _source(page: str) -> str:

@@ -3,6 +3,7 @@
 import enum
 import fnmatch
 import inspect
+import operator
 import re
 import types
 
@@ -130,6 +131,30 @@ def test_every_name_is_listed():
     """Each works, works differently or is refused; the tests above show which."""
     words = {said.word for owner in OWNERS for _, said in rows_of(owner)}
     assert words == {"works", "differs", "refused"}
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="it asks TensorFlow's classes")
+def test_base_classes_are_those_of_tensorflow():
+    """Without this, the page would leave out members of other classes."""
+    import tensorflow as tf
+
+    classes = {row["name"] for row in NAMES if row["kind"] == "class"}
+    based = {name: base for name in classes if (base := tool.base_of(name))}
+    assert len(based) == 19
+    for name, base in based.items():
+        alias = name == f"experimental.{base}"  # an older class of that name
+        found, expected = (operator.attrgetter(n)(tf.distribute) for n in (name, base))
+        assert alias or issubclass(found, expected), name
+
+
+def test_unlisted_members_do_as_their_base_class():
+    rows = {row["name"]: row for row in NAMES}
+    assert tool.is_implied(rows["MirroredStrategy.run"], rows)
+    assert tool.is_implied(rows["TPUStrategy.run"], rows)  # refused with its class
+    alone = "TPUStrategy.experimental_assign_to_logical_device"
+    assert not tool.is_implied(rows[alone], rows)
+    assert not tool.is_implied(rows["ParameterServerStrategy.reduce"], rows)
+    assert not tool.is_implied(rows["Strategy.run"], rows)
 
 
 @pytest.mark.parametrize("pattern", tool.SAID)

@@ -41,6 +41,9 @@ tf.distribute's parameters in their order. *Differs*: it works in another way, w
 the note or the page [Differences](differences.md) says. *Refused*: an error gives the
 reason of the note, and says what to use.
 
+Where a class is refused, so are its members, for the same reason. A member that does
+the same as in the base class is listed there alone; the note names the base.
+
 `make names` writes this page. The tests compare it with the installed TensorFlow, and
 what it says of a backend with what that does.
 """
@@ -198,6 +201,42 @@ SAID: dict[str, Status | dict[str, Status]] = {
     "*RunOptions": differs("It has a fourth field, `compile`.", "run-and-reduce"),
 }
 
+# The classes whose members are listed once.
+BASES = {
+    "experimental.MultiWorkerMirroredStrategy": "MultiWorkerMirroredStrategy",
+    "experimental.ParameterServerStrategy": "ParameterServerStrategy",
+    "experimental.TPUStrategy": "TPUStrategy",
+    "?*Strategy": "Strategy",
+    "?*AllReduce": "CrossDeviceOps",
+    "ReductionToOneDevice": "CrossDeviceOps",
+    "cluster_resolver.?*Resolver": "cluster_resolver.ClusterResolver",
+}
+
+
+def base_of(name: str) -> str | None:
+    """Return the class from which a class inherits its members, or None."""
+    fitting = (
+        b for p, b in BASES.items() if b != name and fnmatch.fnmatchcase(name, p)
+    )
+    return next(fitting, None)
+
+
+def is_implied(row: dict[str, str], rows: dict[str, dict[str, str]]) -> bool:
+    """Return whether a member's class or that class's base says the same of it."""
+    owner, _, short = row["name"].rpartition(".")
+    if short == "__init__":  # the row of the class has the parameters
+        return True
+    inherited = rows.get(f"{base_of(owner)}.{short}")
+    same = inherited is not None and inherited["parameters"] == row["parameters"]
+    for backend, status in said_of(row["name"]).items():
+        if said_of(owner)[backend].word == "refused":
+            implied = status.word == "refused"
+        else:
+            implied = same and status == said_of(inherited["name"])[backend]
+        if not implied:
+            return False
+    return True
+
 
 def said_of(name: str) -> dict[str, Status]:
     """Return the support of a name, by backend."""
@@ -303,7 +342,9 @@ def page(names: list[dict[str, str]]) -> str:
     of_counts = [f"| names | {titles} |", "| --- " * (len(BACKENDS) + 1) + "|", *counts]
     parts = [head, "\n".join([*of_counts, ""])]
     columns = "| --- " * (len(BACKENDS) + 2) + "|"
-    owners = itertools.groupby(names, lambda row: row["name"].split(".")[0])
+    by_name = {row["name"]: row for row in names}
+    listed = [row for row in names if not is_implied(row, by_name)]
+    owners = itertools.groupby(listed, lambda row: row["name"].split(".")[0])
     for owner, rows in owners:
         table = [f"| Name | {titles} | Note |", columns, *map(_line, rows)]
         parts.append("\n".join([f"## {owner}", "", *table, ""]))
@@ -319,14 +360,18 @@ def _line(row: dict[str, str]) -> str:
     statuses = said_of(row["name"])
     cells = " | ".join(status.cell for status in statuses.values())
     notes: dict[str, list[str]] = {}
+    of_class = said_of(row["name"].rpartition(".")[0])
     for backend, status in statuses.items():
-        if status.note:
+        if status.note and status != of_class[backend]:
             notes.setdefault(status.note, []).append(BACKENDS[backend])
     note = " ".join(
         text if len(where) == len(BACKENDS) else f"{', '.join(where)}: {text}"
         for text, where in notes.items()
     )
-    return f"| `{text}` | {cells} | {note} |".replace("|  |", "| |")
+    base = base_of(row["name"])
+    if row["kind"] == "class" and base:
+        note += f" Inherits from `{base}`."
+    return f"| `{text}` | {cells} | {note.strip()} |".replace("|  |", "| |")
 
 
 def main() -> None:

@@ -59,6 +59,39 @@ def test_scores_count_cells():
     assert "| DDP by hand, torch | 1 of 2 | 2 of 2 | 0 | 1 | 1 |" in table
 
 
+EQUAL = {"equal": True, "weights": 1e-8, "logs": 0.0, "warnings": []}
+OTHER = {"equal": False, "weights": 0.5, "logs": 0.0, "warnings": []}
+
+
+@pytest.mark.parametrize(
+    ("cell", "full", "word"),
+    [
+        (EQUAL, None, "equal"),
+        (OTHER, EQUAL, "full"),
+        (OTHER, OTHER, "differs"),
+        ({**OTHER, "warnings": ["a cause"]}, OTHER, "warns"),
+        ({"equal": False, "error": "no"}, OTHER, "raises"),
+        ({"equal": False, "error": "no"}, EQUAL, "full"),
+        ({"equal": False, "skipped": "a reason"}, None, "–"),
+    ],
+)
+def test_outcome_is_one_word(cell, full, word):
+    assert report.outcome(cell, full) == word
+
+
+def test_figures_have_a_line_for_each_cell(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "FIGURES", tmp_path / "figures.tsv")
+    place = {"system": "ddp", "rows": "uneven", "program": all_programs()[0].name}
+    cells = [{**place, "replicas": 2, **OTHER}, {**place, "replicas": 3, **EQUAL}]
+    report.write_figures({"ddp": {"lines": cells}})
+    head, *lines = report.FIGURES.read_text().splitlines()
+    assert head.split("\t")[4:7] == ["outcome", "weights", "logs"]
+    assert [line.split("\t")[2:6] for line in lines] == [
+        ["2", "uneven", "differs", "5e-01"],
+        ["3", "uneven", "equal", "1e-08"],
+    ]
+
+
 @pytest.mark.parametrize("option", ["--system", "--only"])
 def test_unknown_names_are_an_error(option, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["conformance", option, "nonesuch"])
