@@ -38,12 +38,13 @@ IN_SHORT = (
 HEAD = """\
 # How fast it was
 
-This page shows each run of the benchmark, newest first, and what was optimized. A cell
+This page shows the newest three runs of the benchmark, and what was optimized. A cell
 has the ratio of steps/s and that of steps/CPU-s, ours to the peer's, as on [How fast it
 is](benchmarks.md). A `~` marks a machine that other programs used too. `python -m
 benchmarks.pages benchmarks.json` adds a run and writes this page from
-`benchmarks/history`.
+`benchmarks/history`, which keeps all of them.
 """
+_SHOWN = 3
 
 
 def runs() -> list[dict[str, Any]]:
@@ -98,7 +99,8 @@ def _range(ratios: list[float]) -> str:
 
 
 def history(kept: list[dict[str, Any]]) -> str:
-    """Return the page of all runs."""
+    """Return the page of the newest runs."""
+    kept = kept[:_SHOWN]
     lines = [HEAD, "## The runs", ""]
     lines += [f"- **{_name(run)}**: {_about(run)}" for run in kept]
     for backend in ("jax", "torch", "tensorflow"):

@@ -3,8 +3,8 @@
     python tools/errors_page.py
 
 A message says what was expected or happened, what was received, and what to do. The
-page splits each message at its sentences: those that begin with an imperative verb are
-the fix, the others are the cause. A test compares the page with the code.
+page splits each message after its first sentence, and leaves out what was received. A
+test compares the page with the code.
 """
 
 import ast
@@ -43,12 +43,6 @@ SECTIONS = {
     "commands": "Command line and launcher",
     "testing": "Tests with workers",
 }
-_FIX = re.compile(
-    r"(Add|Build|Call|Change|Check|Choose|Compile|Convert|Create|Delete|Divide|End|Ensure"
-    r"|Give|Initialize|Install|Keep|Leave|Make|Move|Name|Open|Pad|Pass|Please|Put|Raise"
-    r"|Read|Reduce|Remove|Rename|Restart|Return|Run|Save|See|Set|Shard|Start|Train|Try"
-    r"|Turn|Update|Upgrade|Use|Wrap|Write)\b"
-)
 _WARNINGS = {"warnings.warn": "Warning", "logger.warning": "log", "logger.error": "log"}
 _SHORTEST = 12
 
@@ -67,12 +61,10 @@ class Message:
     kind: str
     text: str
 
-    def split(self) -> tuple[str, str, str]:
-        """Return the first sentence, the cause and the fix."""
-        first, *others = re.split(r"(?<=[.:;!?]) (?=[A-Z…])", self.text)
-        fix = [s for s in others if _FIX.match(s)]
-        cause = [s for s in others if s not in fix]
-        return first, " ".join(cause), " ".join(fix)
+    def split(self) -> tuple[str, str]:
+        """Return the first sentence, and the others without what was received."""
+        first, *others = re.split(r"(?<=[.;!?]) (?=[A-Z…])|(?<=:) (?=[A-Z])", self.text)
+        return first, " ".join(s for s in others if not s.startswith("Received"))
 
 
 def find_messages() -> list[Message]:
@@ -121,15 +113,15 @@ def write_page() -> str:
     for section, title in SECTIONS.items():
         rows = [message for message in messages if message.section == section]
         if rows:
-            lines += [f"## {title}\n", "| kind | message | cause | fix |"]
-            lines += ["| --- | --- | --- | --- |"]
+            lines += [f"## {title}\n", "| kind | message | cause and fix |"]
+            lines += ["| --- | --- | --- |"]
             lines += [_row(message) for message in rows] + [""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _row(message: Message) -> str:
-    cells = [_escape(part) for part in message.split()]
-    return f"| {message.kind} | {' | '.join(cells)} |"
+    first, others = map(_escape, message.split())
+    return f"| {message.kind} | {first} | {others} |".replace("|  |", "| |")
 
 
 def _escape(text: str) -> str:
