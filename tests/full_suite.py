@@ -18,9 +18,11 @@ KEPT = {
     "test_docstrings.py::test_example": 0,
     "test_examples.py::test_example_runs[": 0,
     "test_examples.py::test_example_runs_on_its_backend": 0,
+    "test_examples.py::test_launch_from_a_notebook": 0,
     "test_examples.py::test_notebook_runs_in_kernel": 0,
     "test_examples.py::test_optuna_study_runs_on_two_workers": 0,
     "test_examples.py::test_program_block_runs": 0,
+    "test_examples.py::test_two_workers_are_one_run_of_a_tracker": 0,
     "test_pages.py::test_page_code_runs": 0,
     "testing/test_worker_runner.py::test_docstring_examples_run": 0,
     # Costs of a step, and measurements.

@@ -44,6 +44,25 @@ ON_ONE = {
     },
 }
 
+LAUNCH = """
+import keras
+import numpy as np
+import keras_strategy as ks
+
+rows = np.random.default_rng(0).random((13, 4), "float32")
+
+def train(epochs):
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    model.fit(rows, rows[:, :1], batch_size=8, epochs=epochs, verbose=0)
+    print("trained")
+    return f"{strategy.num_replicas_in_sync} replicas"
+
+print("result", ks.launch(train, (2,), workers=2))
+"""
+
 
 def shorten(source: str) -> str:
     """Return a notebook's program with three epochs."""
@@ -91,12 +110,23 @@ def test_optuna_study_runs_on_two_workers(starter, tmp_path):
     assert trials == 6
 
 
+def test_two_workers_are_one_run_of_a_tracker(starter, tmp_path):
+    pytest.importorskip("wandb")
+    with WorkerRunner(2, timeout_seconds=200, starter=starter) as runner:
+        folder = f"--folder={tmp_path}"
+        runner.start(EXAMPLES / "tracked_run.py", "--epochs=2", folder)
+        chief, other = runner.wait()
+    assert chief.exit_status == other.exit_status == 0, chief.output + other.output
+    assert "recorded 2 epochs" in chief.output and "recorded" not in other.output
+    assert len([*tmp_path.glob("wandb/offline-run-*")]) == 1
+
+
 def test_every_example_is_in_gallery_and_tests():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     page = (ROOT / "docs" / "gallery.md").read_text()
     tested = {name for of_backend in ON_ONE.values() for name in of_backend}
     elsewhere = {"custom_loop", "fit_digits", "gan_digits", "multi_worker"}
-    elsewhere |= {"optuna_study"}
+    elsewhere |= {"optuna_study", "tracked_run"}
     assert names == tested | elsewhere
     for name in names:
         assert f"examples/{name}.py" in page
@@ -135,6 +165,19 @@ def test_notebook_runs_in_kernel(monkeypatch):
     )
     assert f"{keras.backend.backend()} on 2 devices" in shown
     assert "the best weights again" in shown
+
+
+def test_launch_from_a_notebook(monkeypatch):
+    """A function of a cell trains in two workers, and its result comes back."""
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", paths)
+    source = '"""A launch.\n"""\n\n# %%\n' + LAUNCH
+    (_, cell) = notebooks.run(notebooks.notebook(source))["cells"]
+    shown = "".join(line for output in cell["outputs"] for line in output["text"])
+    assert shown.count("trained") == 1  # the chief's output alone
+    assert "result 2 replicas" in shown
 
 
 @pytest.mark.parametrize("code", ALONE)
