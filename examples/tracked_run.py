@@ -57,7 +57,9 @@ def main():
     if run:
         recorded = run.summary["epoch/accuracy"]
         run.finish()
-        print(f"recorded {options.epochs} epochs, the last with accuracy {recorded:.3f}")
+        print(
+            f"recorded {options.epochs} epochs, the last with accuracy {recorded:.3f}"
+        )
         if recorded != history.history["accuracy"][-1]:
             print("FAILED: the run has another accuracy than fit")
             return 1
