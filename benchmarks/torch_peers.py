@@ -21,9 +21,9 @@ from benchmarks.programs import Train
 Step = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-def keras_under_ddp(case: Case) -> Train:
+def keras_under_ddp(case: Case, bucket_cap_mb: float | None = None) -> Train:
     """Train the same Keras model, optimizer and metrics."""
-    return _keras_under_ddp(case, lambda ddp: ddp)
+    return _keras_under_ddp(case, lambda ddp: ddp, bucket_cap_mb)
 
 
 def compiled_keras_under_ddp(case: Case) -> Train:
@@ -34,12 +34,16 @@ def compiled_keras_under_ddp(case: Case) -> Train:
     return _keras_under_ddp(case, lambda ddp: torch.compile(ddp, backend="eager"))
 
 
-def _keras_under_ddp(case: Case, compiled: Callable[[Any], Any]) -> Train:
+def _keras_under_ddp(
+    case: Case, compiled: Callable[[Any], Any], bucket_cap_mb: float | None = None
+) -> Train:
     dist.init_process_group("gloo")
     keras.utils.set_random_seed(0)
     model, adam, mean_loss_of = case.build(), optimizer(), loss()
     adam.build(model.trainable_variables)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(
+        model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb
+    )
     metrics = (keras.metrics.Mean(), keras.metrics.SparseCategoricalAccuracy())
     variables = model.trainable_variables
     forward = compiled(ddp)

@@ -39,7 +39,7 @@ def main() -> None:
             for case in CASES
             if case.name in MEASURED
         },
-        "all_reduce": {str(size): _all_reduce(strategy, size) for size in SIZES},
+        "all_reduce": {str(n): measure_all_reduce(strategy, n) for n in SIZES},
     }
     if chief:
         with open(options.out, "w") as file:
@@ -79,7 +79,8 @@ def _step(strategy: ks.Strategy, case) -> float:
     return time_call(fit, 5, 25)
 
 
-def _all_reduce(strategy: ks.Strategy, size: int) -> float:
+def measure_all_reduce(strategy: ks.Strategy, size: int) -> float:
+    """Return the seconds of a sum over the workers of an array of so many bytes."""
     if strategy.num_replicas_in_sync == 1:
         return 0.0
     values = strategy.experimental_distribute_values_from_function(

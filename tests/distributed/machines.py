@@ -23,6 +23,8 @@ from tests.distributed import links as links_module
 from tests.distributed.links import Links, enter_network
 
 _CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000
+# How long a packet waits at most for earlier ones, on a link with a rate alone.
+_QUEUE_MS = 100
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 
 
@@ -137,10 +139,15 @@ def simulated_machines(
 
         namespaces = [add_namespace(f"node{n}") for n in numbers]
         state = {"delay_ms": delay_ms, "loss": loss, "rate_mbit": rate_mbit}
-        netem = ["netem", "delay", f"{delay_ms}ms", "loss", f"{100 * loss}%"]
+        qdisc = ["netem", "delay", f"{delay_ms}ms", "loss", f"{100 * loss}%"]
         if rate_mbit:
-            netem += ["rate", f"{rate_mbit}mbit"]
-        if links is None and any(state.values()) and not _has_netem(namespaces[0]):
+            qdisc += ["rate", f"{rate_mbit}mbit"]
+        if rate_mbit and not (delay_ms or loss):
+            # More kernels have it. A burst is at least a packet of 64 kB.
+            burst = max(128, round(rate_mbit / 8))
+            qdisc = ["tbf", "rate", f"{rate_mbit}mbit", "burst", f"{burst}kb"]
+            qdisc += ["latency", f"{_QUEUE_MS}ms"]
+        if links is None and any(state.values()) and not _has(qdisc, namespaces[0]):
             links = Links(made.enter_context(tempfile.NamedTemporaryFile()).name, count)
         if links is None:
             _connect_by_bridge(add_namespace("switch"), namespaces)
@@ -151,7 +158,7 @@ def simulated_machines(
         machines = []
         for n, here, address in zip(numbers, namespaces, addresses, strict=True):
             if links is None and any(state.values()):
-                _add_qdisc(here, "eth0", netem)
+                _add_qdisc(here, "eth0", qdisc)
             _ip("-n", here, "link", "set", "eth0", "up")
             options = ["dev", "eth0", *(["nodad"] if ipv6 else [])]
             _ip("-n", here, family, "address", "add", f"{address}/{bits}", *options)
@@ -197,10 +204,10 @@ def _switch(links: Links, seed: int, namespaces: Sequence[str]) -> Iterator[None
         yield
 
 
-def _has_netem(namespace: str) -> bool:
-    """Return True if the kernel can delay and lose frames itself."""
+def _has(qdisc: Sequence[str], namespace: str) -> bool:
+    """Return True if the kernel can delay, lose or slow down packets itself."""
     try:
-        _add_qdisc(namespace, "lo", ["netem", "delay", "1ms"])
+        _add_qdisc(namespace, "lo", qdisc)
     except (OSError, subprocess.CalledProcessError):
         return False
     subprocess.run(["tc", "-n", namespace, "qdisc", "delete", "dev", "lo", "root"])
