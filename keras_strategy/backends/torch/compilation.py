@@ -1,13 +1,13 @@
-"""`jit_compile` on torch: the forward pass of a model as one graph of torch.compile.
+"""`jit_compile` on torch: forward pass, loss and metrics as one graph of torch.compile.
 
-Loss, backward pass, gradient all-reduce and optimizer stay eager, since replicas
-communicate there. A forward pass that cannot be compiled is called eagerly, with the
-same results, and a warning reports why.
+If the loss or the metrics cannot be compiled, the graph is the forward pass. What cannot
+be compiled is called eagerly, with the same results, and a warning reports why. The
+gradient all-reduce and the optimizer stay eager: their kernels are few.
 
 The graph is a function of the variables' values and writes nothing. It returns what was
 assigned and the losses that were added, and the replica then assigns and adds them. It
-cannot communicate with other replicas or depend on the replica: that is refused while
-the graph is traced, and the forward pass is called eagerly.
+cannot communicate with other replicas or depend on the replica, except for the row
+weight of a step: that is refused while the graph is traced.
 """
 
 import contextlib
@@ -42,9 +42,15 @@ class UnsupportedInGraph(Exception):
 class GraphScope(keras.StatelessScope):
     """The variables as the graph reads and writes them, by `id`."""
 
-    def __init__(self, values: dict[int, torch.Tensor], generators: dict[int, int]):
+    def __init__(
+        self,
+        values: dict[int, torch.Tensor],
+        generators: dict[int, int],
+        row_weight: torch.Tensor | None,
+    ):
         super().__init__(initialize_variables=False)
         self.values = values
+        self.row_weight = row_weight  # None in a forward pass alone
         self.written: dict[int, torch.Tensor] = {}  # what was assigned
         self.losses: list[tuple[Any, Any]] = []  # with the layers that added them
         self._generators = generators  # the indices of the layers' seed generators
@@ -59,7 +65,9 @@ class GraphScope(keras.StatelessScope):
 
     def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
         variable, value = update
-        if id(variable) not in self.values or variable.aggregation != "none":
+        if id(variable) not in self.values or not (
+            variable.aggregation == "none" or is_sync_on_read(variable)
+        ):
             raise UnsupportedInGraph("it assigns a variable that replicas aggregate")
         self.values[id(variable)] = self.written[id(variable)] = value.detach()
 
@@ -106,12 +114,21 @@ class _UnknownNumber:
     __hash__ = None  # pyright: ignore
 
 
+_unknown_number = _UnknownNumber()
+
+
 class _Step:
     """The step of a replica, as far as a graph can read it."""
 
     is_applying = True  # assigned values are aggregated after the graph
-    row_weight = _UnknownNumber()
-    is_drawing = False
+    is_drawing = has_all_rows = False
+    logs_are_metrics = True
+
+    @property
+    def row_weight(self) -> Any:
+        graph = current_graph()
+        weight = None if graph is None else graph.row_weight
+        return _unknown_number if weight is None else weight
 
     @property
     def rows(self) -> Any:
@@ -216,7 +233,9 @@ _logged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 class CompiledModel:
     """Context manager in which a model and its submodels compile their calls."""
 
-    def __init__(self, model: keras.Model, strategy: Any):
+    # With `training`, for `fit` or `evaluate`, the loss and the metrics, too.
+
+    def __init__(self, model: keras.Model, strategy: Any, training: bool | None):
         self._model = model
         self.strategy = strategy
         devices = strategy.extended.worker_devices
@@ -233,6 +252,7 @@ class CompiledModel:
             ForwardPass(submodel, self)
             for submodel in {id(submodel): submodel for submodel in models}.values()
         ]
+        self.step = None if training is None else LossAndMetrics(model, self, training)
 
     def __enter__(self) -> None:
         for forward in self._passes:
@@ -250,9 +270,20 @@ class CompiledModel:
         graphs = [f"'{f.layer.name}'" for f in self._passes if f.has_graph]
         eager = [f"'{f.layer.name}' ({why})" for f in self._passes for why in f.refused]
         parts = []
+        what = "the forward pass"
+        if self.step is not None and self.step.has_graph:
+            graphs = graphs or [f"'{self._model.name}'"]
+            what = "the forward pass with loss and metrics"
+        if self.step is not None:
+            known = {why for forward in self._passes for why in forward.refused}
+            eager += [
+                f"the loss and metrics of '{self._model.name}' ({why})"
+                for why in self.step.refused
+                if why not in known
+            ]
         if graphs:
             parts.append(
-                f"the forward pass of {' and of '.join(graphs)} is one graph of "
+                f"{what} of {' and of '.join(graphs)} is one graph of "
                 f"torch.compile, backend '{self.backend}'"
             )
         if eager:
@@ -271,85 +302,75 @@ class CompiledModel:
             )
 
 
-class ForwardPass:
-    """The `call` of a model, compiled if possible."""
+class _Graph:
+    """A function of a model, compiled if possible."""
 
     def __init__(self, layer: keras.Model, compiled: CompiledModel):
         self.layer = layer
         self.has_graph = False  # True if a graph was executed
         self.refused: list[str] = []  # reasons for eager calls
         self._compiled = compiled
-        self._instance_call = vars(layer).get("call")
-        self._eager_call = layer.call
         self._context = _AnyContext(compiled.strategy)
         self._variables: list[Any] = []
         self._generators: list[Any] = []
         self._eager_kinds: set[Any] = set()
         self._graph: Callable[..., Any] | None = None
 
-        @functools.wraps(self._eager_call)
-        def called(*args, **kwargs):
-            if torch.compiler.is_compiling():
-                return self._eager_call(*args, **kwargs)
-            replica = distributed_replica()
-            # No graphs for the shapes of dry runs and of replicas without rows.
-            if replica is None or not replica.step.row_weight:
-                return self._eager_call(*args, **kwargs)
-            return self._call(replica, args, kwargs)
+    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs of the graph."""
+        raise NotImplementedError
 
-        self.called = called  # the replacement of the model's `call`
+    def _select_variables(self) -> list[Any]:
+        # Reads of sums are recorded, and metrics depend on the replica's rows.
+        return [
+            variable
+            for variable in self.layer.variables
+            if variable.aggregation != "sum" and not is_sync_on_read(variable)
+        ]
 
-    def restore(self) -> None:
-        if self._instance_call is None:
-            vars(self.layer).pop("call", None)
-        else:
-            vars(self.layer)["call"] = self._instance_call
-
-    def _call(self, replica: Any, args: tuple, kwargs: dict) -> Any:
+    def _execute(
+        self, replica: Any, args: tuple, kwargs: dict, row_weight: Any = None
+    ) -> Any:
+        """Return the values and the graph's results, or None if it has to be eager."""
         if self._graph is None and all(x.built for x in all_layers(self.layer)):
             self._graph = self._compile()
         if self._graph is None or (
             self._eager_kinds and _kind(args, kwargs) in self._eager_kinds
         ):
-            return self._eager_call(*args, **kwargs)
+            return None
         leaves = tree.flatten((args, kwargs))
         if any(keras_masking.get_keras_mask(x) is not None for x in leaves):
             return self._refuse("its inputs have masks", args, kwargs)
         values = list(map(replica.scope.get_current_value, self._variables))
         try:
             with _enter_graph_context(self._context, self._generators):
-                results = self._graph(values, args, kwargs)
+                results = self._graph(values, row_weight, args, kwargs)
         except Exception as error:
             # If it is the model's own error, the eager call raises it again.
             return self._refuse(_why(error), args, kwargs)
         if not self.has_graph:
             self.has_graph = self._compiled.has_news = True
-        return self._apply_results(*results)
+        return values, results
 
     def _compile(self) -> Callable[..., Any]:
-        """Return the forward pass as a function of the variables' values."""
-        # Reads of sums are recorded, and metrics depend on the replica's rows.
-        variables = self._variables = [
-            variable
-            for variable in self.layer.variables
-            if variable.aggregation != "sum" and not is_sync_on_read(variable)
-        ]
+        """Return the function with the variables' values as its first argument."""
+        variables = self._variables = self._select_variables()
         self._generators = seed_generators(all_layers(self.layer))
         numbers = {id(generator): i for i, generator in enumerate(self._generators)}
-        call, backend = self._eager_call, self._compiled.backend
+        call, backend = self._traced, self._compiled.backend
 
-        def forward(values, args, kwargs):
+        def compute(values, row_weight, args, kwargs):
             by_id = {}
             for variable, value in zip(variables, values):  # noqa: B905, is compiled
                 by_id[id(variable)] = value
-            scope = GraphScope(by_id, numbers)
+            scope = GraphScope(by_id, numbers, row_weight)
             with scope:
                 outputs = call(*args, **kwargs)
             masks = [keras_masking.get_keras_mask(x) for x in tree.flatten(outputs)]
             return outputs, masks, scope.written, scope.losses
 
         return torch.compile(  # pyright: ignore[reportCallIssue]
-            forward,
+            compute,
             fullgraph=True,
             backend=backend,
             # Compile processes hang in a forked process.
@@ -358,13 +379,41 @@ class ForwardPass:
             isolate_recompiles=True,
         )
 
-    def _refuse(self, why: str, args: tuple, kwargs: dict) -> Any:
-        outputs = self._eager_call(*args, **kwargs)
+    def _refuse(self, why: str, args: tuple, kwargs: dict) -> None:
         self._eager_kinds.add(_kind(args, kwargs))
         if why not in self.refused:
             self.refused.append(why)
             self._compiled.has_news = True
-        return outputs
+
+
+class ForwardPass(_Graph):
+    """The `call` of a model."""
+
+    def __init__(self, layer: keras.Model, compiled: CompiledModel):
+        super().__init__(layer, compiled)
+        self._instance_call = vars(layer).get("call")
+        self._traced = layer.call
+
+        @functools.wraps(layer.call)
+        def called(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                return self._traced(*args, **kwargs)
+            replica = distributed_replica()
+            # No graphs for the shapes of dry runs and of replicas without rows.
+            found = None
+            if replica is not None and replica.step.row_weight:
+                found = self._execute(replica, args, kwargs)
+            if found is None:
+                return self._traced(*args, **kwargs)
+            return self._apply_results(*found[1])
+
+        self.called = called  # the replacement of the model's `call`
+
+    def restore(self) -> None:
+        if self._instance_call is None:
+            vars(self.layer).pop("call", None)
+        else:
+            vars(self.layer)["call"] = self._instance_call
 
     def _apply_results(
         self,
@@ -383,6 +432,69 @@ class ForwardPass:
             for output, mask in zip(tree.flatten(outputs), masks, strict=True):
                 keras_masking.set_keras_mask(output, mask)
         return outputs
+
+
+class LossAndMetrics(_Graph):
+    """Keras's `train_step` or `test_step`, up to the loss and the metrics."""
+
+    def __init__(self, layer: keras.Model, compiled: CompiledModel, training: bool):
+        super().__init__(layer, compiled)
+        self._training = training
+        self._eager_step = layer.train_step if training else layer.test_step
+
+    def _select_variables(self) -> list[Any]:
+        model = self.layer
+        variables = {id(v): v for v in (*model.variables, *model.metrics_variables)}
+        return [
+            variable
+            for variable in variables.values()
+            if variable.aggregation != "sum" or is_sync_on_read(variable)
+        ]
+
+    def _traced(self, x: Any, y: Any, sample_weight: Any) -> torch.Tensor:
+        model, training = self.layer, self._training
+        options = {"training": training} if model._call_has_training_arg else {}
+        y_pred = model(x, **options)
+        graph = current_graph()
+        if graph is None or graph.losses:
+            raise UnsupportedInGraph("it adds a loss in a layer")
+        loss = model._compute_loss(x, y, y_pred, sample_weight, training)
+        with torch.no_grad():
+            rows = next(i for i in tree.flatten(x) if i is not None).shape[0]
+            model._loss_tracker.update_state(loss, sample_weight=rows)
+            model.compute_metrics(x, y, y_pred, sample_weight)
+        return loss
+
+    def __call__(self, data: Any) -> Any:
+        """Run the step on a replica's rows."""
+        replica, found = distributed_replica(), None
+        weight = None if replica is None else replica.step.row_weight
+        if weight:
+            # A tensor, so that another split of the rows is not compiled again.
+            row_weight = torch.tensor(weight, dtype=torch.float64)
+            batch = keras.utils.unpack_x_y_sample_weight(data)
+            found = self._execute(replica, batch, {}, row_weight)
+        if replica is None or found is None:
+            return self._eager_step(data)
+        values, (loss, _, written, _) = found
+        for variable in self._variables:
+            value = written.get(id(variable))
+            if value is not None:
+                variable.assign(value)
+        if self._training:
+            self._minimize(loss, values)
+        return self.layer.get_metrics_result()
+
+    def _minimize(self, loss: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+        model = self.layer
+        for value in values:
+            value.grad = None
+        if model.optimizer is not None:
+            loss = model.optimizer.scale_loss(loss)
+        loss.backward()
+        weights = model.trainable_weights
+        with torch.no_grad():
+            model.optimizer.apply([v.value.grad for v in weights], weights)
 
 
 def _kind(args: tuple, kwargs: dict) -> Any:

@@ -189,8 +189,8 @@ def _value(original, self):
     if (
         components is None
         or not components.on_read
-        or components.stored is not stored_value(self)
         or current_stateless_scope() is not None
+        or components.stored is not stored_value(self)
     ):
         return original(self)
     value = overridden_value(self)

@@ -57,14 +57,7 @@ class BatchFunction:
         self._model, self._kind, self._strategy = model, kind, strategy
         self._group = strategy.extended.group
         self._returns_metrics = rules.returns_only_metrics(model, kind)
-        self._weighted_step = rules.make_weighted_step(
-            getattr(model, f"{kind}_step"),
-            self._returns_metrics,
-            lambda: all_layers(model),
-            _check,
-            (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
-        )
-        self._may_lack_metrics = kind != "predict"
+        step = getattr(model, f"{kind}_step")
         self._compiled: Any = contextlib.nullcontext()
         if model.jit_compile and not model.run_eagerly:
             if strategy.shard == "parameters":
@@ -73,7 +66,20 @@ class BatchFunction:
                     "torch: a compiled graph cannot gather weights. Omit it in "
                     f"`compile` of the model '{model.name}', or use shard='optimizer'."
                 )
-            self._compiled = CompiledModel(model, strategy)
+            is_keras_step = self._returns_metrics and (
+                kind == "test" or bool(model.trainable_weights)
+            )
+            training = kind == "train" if is_keras_step else None
+            self._compiled = CompiledModel(model, strategy, training)
+            step = self._compiled.step or step
+        self._weighted_step = rules.make_weighted_step(
+            step,
+            self._returns_metrics,
+            lambda: all_layers(model),
+            _check,
+            (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
+        )
+        self._may_lack_metrics = kind != "predict"
         self.expect_readers()
 
     def expect_readers(self) -> None:
