@@ -143,22 +143,27 @@ def test_compiled_model_equals_one_device(two, told):
 
     found, model = results(two)
     assert largest(found, results(None)[0]) < 1e-6
-    (line,) = told()  # once, though fit, evaluate and predict have each its own
-    assert "is one graph of torch.compile, backend 'eager'" in line
+    # Once, though fit and evaluate have each their own. Predictions have no loss.
+    step, forward = told()
+    assert "the forward pass with loss and metrics of 'sequential" in step
+    assert "the forward pass of 'sequential" in forward
+    for line in step, forward:
+        assert "is one graph of torch.compile, backend 'eager'" in line
+        assert "without" not in line
     assert "call" not in vars(model)
 
 
 @pytest.mark.parametrize(
-    "build, x, y",
+    "build, x, y, eager",
     [
-        (lambda: sequential(layers.BatchNormalization()), X, Y),
-        (dropping, X, Y),
-        (lambda: dropping(seed=3, noise_shape=(None, 1)), X, Y),
-        (lambda: sequential(Adds(), Counts()), X, Y),
-        (attention, TOKENS, Y),
-        (masked, TOKENS, SEQUENCES),
-        (in_bfloat16, X, Y),
-        (recurrent, SEQUENCES, Y),
+        (lambda: sequential(layers.BatchNormalization()), X, Y, ""),
+        (dropping, X, Y, ""),
+        (lambda: dropping(seed=3, noise_shape=(None, 1)), X, Y, ""),
+        (lambda: sequential(Adds(), Counts()), X, Y, "it adds a loss in a layer"),
+        (attention, TOKENS, Y, ""),
+        (masked, TOKENS, SEQUENCES, "it reads `all_reduce` of a replica"),
+        (in_bfloat16, X, Y, ""),
+        (recurrent, SEQUENCES, Y, ""),
     ],
     ids=[
         "norm",
@@ -171,12 +176,20 @@ def test_compiled_model_equals_one_device(two, told):
         "recurrent",
     ],
 )
-def test_forward_pass_is_compiled(build, x, y, two, told):
+def test_step_is_compiled(build, x, y, eager, two, told):
     """To the last digit what it is without a graph: also what it draws."""
     expected = fitted(two, build, x, y, jit_compile=False)
     assert not told()
     assert largest(fitted(two, build, x, y), expected) == 0
-    assert "is one graph" in told()[0] and "without" not in told()[0]
+    (line,) = told()
+    assert "is one graph" in line and "'sequential" in line or "'functional" in line
+    if eager:  # of the loss alone
+        assert "the forward pass of '" in line
+        assert "with the same results: the loss and metrics of '" in line
+        assert eager in line
+    else:
+        assert "the forward pass with loss and metrics of '" in line
+        assert "without" not in line
 
 
 def test_per_replica_random_numbers_stay_in_graph(two, told):
@@ -258,6 +271,91 @@ def test_compiler_failure_falls_back_to_eager(two, told, monkeypatch):
     monkeypatch.setenv("KERAS_STRATEGY_TORCH_COMPILE_BACKEND", "broken")
     assert largest(fitted(two, sequential), expected) == 0
     assert "no compiler" in told()[0]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.AdamW(
+            1e-2, global_clipnorm=0.1, use_ema=True, ema_overwrite_frequency=2
+        ),
+        lambda: keras.optimizers.SGD(
+            keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5),
+            momentum=0.9,
+            gradient_accumulation_steps=2,
+        ),
+        lambda: keras.optimizers.Lion(1e-3, clipvalue=0.1),
+    ],
+    ids=["adamw", "accumulating", "lion"],
+)
+def test_optimizers_of_compiled_steps(optimizer, two, told):
+    """Also where the last batch is uneven, or has rows for one replica alone."""
+
+    def results(jit_compile):
+        keras.utils.set_random_seed(1)
+        with two.scope():
+            model = sequential()
+            model.layers[0].kernel_regularizer = keras.regularizers.L2(0.1)
+            model.compile(optimizer(), "mse", metrics=["mae"], jit_compile=jit_compile)
+        found = []
+        for rows in (13, 11):
+            fit = model.fit(X[:rows], Y[:rows], batch_size=4, shuffle=False, verbose=0)
+            found += [*fit.history["loss"], *fit.history["mae"]]
+        state = [v.numpy() for v in model.optimizer.variables]
+        return [*found, *model.get_weights(), *state]
+
+    assert largest(results(True), results(False)) == 0
+    (line,) = told()
+    assert "with loss and metrics" in line and "without" not in line
+
+
+def test_uncompiled_loss_falls_back_to_forward_pass(two, told):
+    def branching(y, y_pred):
+        error = ops.mean(ops.square(y - y_pred), axis=-1)
+        return error if float(ops.max(error)) > 1e6 else 2 * error
+
+    expected = fitted(two, sequential, jit_compile=False, loss=branching)
+    assert largest(fitted(two, sequential, loss=branching), expected) == 0
+    (line,) = told()
+    assert "the forward pass of 'sequential" in line
+    assert "without a graph, and with the same results: the loss and metrics" in line
+    assert "Could not guard on data-dependent" in line
+
+
+def test_changed_attributes_are_compiled_again(two, told):
+    class Scales(layers.Layer):
+        factor = 2.0
+
+        def call(self, x):
+            return x * self.factor
+
+    class Change(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.layers[1].factor = float(batch)
+
+    def weights(jit_compile):
+        keras.utils.set_random_seed(1)
+        with two.scope():
+            model = sequential(Scales())
+            model.compile("sgd", "mse", jit_compile=jit_compile)
+        model.fit(X[:12], Y[:12], batch_size=4, verbose=0, callbacks=[Change()])
+        return model.get_weights()
+
+    assert largest(weights(True), weights(False)) == 0
+    assert "without" not in told()[0]
+
+
+def test_frozen_model_is_not_minimized(two, told):
+    with two.scope():
+        model = sequential()
+        model.compile("sgd", "mse", jit_compile=True)
+    model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    model.trainable = False
+    before = model.get_weights()
+    with pytest.warns(UserWarning, match="does not have any trainable weights"):
+        model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    assert largest(model.get_weights(), before) == 0
+    assert "without" not in told()[0]
 
 
 class Twins(keras.Model):

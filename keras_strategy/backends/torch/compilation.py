@@ -1,8 +1,8 @@
-"""`jit_compile` on torch: forward pass, loss and metrics as one graph of torch.compile.
+"""`jit_compile` on torch: forward pass, loss and metrics as a graph of torch.compile.
 
-If the loss or the metrics cannot be compiled, the graph is the forward pass. What cannot
+If the loss or a metric cannot be compiled, the graph is the forward pass. What cannot
 be compiled is called eagerly, with the same results, and a warning reports why. The
-gradient all-reduce and the optimizer stay eager: their kernels are few.
+gradient all-reduce and the optimizer are not compiled: their kernels are few.
 
 The graph is a function of the variables' values and writes nothing. It returns what was
 assigned and the losses that were added, and the replica then assigns and adds them. It
@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from keras_strategy.keras_patches.losses_metrics import keras_masking
 from keras_strategy.keras_patches.patch import multi_replica_only
 from keras_strategy.keras_patches.random import keras_random
 from keras_strategy.training import random
-from keras_strategy.training.variable_sync import is_sync_on_read
+from keras_strategy.training.variable_sync import aggregate_assignment, is_sync_on_read
 
 
 class UnsupportedInGraph(Exception):
@@ -226,6 +227,8 @@ logger = logging.getLogger("keras_strategy")
 INDUCTOR = "inductor"
 # For one forward pass on one device; torch's default.
 _MAX_GRAPHS = 8
+_NO_WEIGHTS = "The model does not have any trainable weights."  # as Keras reports it
+_unpack: Callable[[Any], Any] = keras.utils.unpack_x_y_sample_weight
 # What was logged for each model, by `fit` or `evaluate`.
 _logged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
@@ -328,16 +331,28 @@ class _Graph:
             if variable.aggregation != "sum" and not is_sync_on_read(variable)
         ]
 
+    def _call_eagerly(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def _apply_results(
+        self,
+        values: Sequence[torch.Tensor],
+        outputs: Any,
+        masks: Sequence[Any],
+        written: dict[int, torch.Tensor],
+        losses: Sequence[tuple[Any, Any]],
+    ) -> Any:
+        raise NotImplementedError
+
     def _execute(
         self, replica: Any, args: tuple, kwargs: dict, row_weight: Any = None
     ) -> Any:
-        """Return the values and the graph's results, or None if it has to be eager."""
         if self._graph is None and all(x.built for x in all_layers(self.layer)):
             self._graph = self._compile()
         if self._graph is None or (
             self._eager_kinds and _kind(args, kwargs) in self._eager_kinds
         ):
-            return None
+            return self._call_eagerly(*args, **kwargs)
         leaves = tree.flatten((args, kwargs))
         if any(keras_masking.get_keras_mask(x) is not None for x in leaves):
             return self._refuse("its inputs have masks", args, kwargs)
@@ -350,7 +365,7 @@ class _Graph:
             return self._refuse(_why(error), args, kwargs)
         if not self.has_graph:
             self.has_graph = self._compiled.has_news = True
-        return values, results
+        return self._apply_results(values, *results)
 
     def _compile(self) -> Callable[..., Any]:
         """Return the function with the variables' values as its first argument."""
@@ -372,18 +387,23 @@ class _Graph:
         return torch.compile(  # pyright: ignore[reportCallIssue]
             compute,
             fullgraph=True,
-            backend=backend,
+            backend=_run_kernels if backend == "eager" else backend,
             # Compile processes hang in a forked process.
-            options={"compile_threads": 1} if backend == INDUCTOR else {},
+            options={
+                "guard_filter_fn": _select_guards,
+                **({"compile_threads": 1} if backend == INDUCTOR else {}),
+            },
             recompile_limit=self._compiled.max_graphs,
             isolate_recompiles=True,
         )
 
-    def _refuse(self, why: str, args: tuple, kwargs: dict) -> None:
+    def _refuse(self, why: str, args: tuple, kwargs: dict) -> Any:
+        outputs = self._call_eagerly(*args, **kwargs)
         self._eager_kinds.add(_kind(args, kwargs))
         if why not in self.refused:
             self.refused.append(why)
             self._compiled.has_news = True
+        return outputs
 
 
 class ForwardPass(_Graph):
@@ -392,7 +412,7 @@ class ForwardPass(_Graph):
     def __init__(self, layer: keras.Model, compiled: CompiledModel):
         super().__init__(layer, compiled)
         self._instance_call = vars(layer).get("call")
-        self._traced = layer.call
+        self._traced = self._call_eagerly = layer.call
 
         @functools.wraps(layer.call)
         def called(*args, **kwargs):
@@ -400,12 +420,9 @@ class ForwardPass(_Graph):
                 return self._traced(*args, **kwargs)
             replica = distributed_replica()
             # No graphs for the shapes of dry runs and of replicas without rows.
-            found = None
-            if replica is not None and replica.step.row_weight:
-                found = self._execute(replica, args, kwargs)
-            if found is None:
+            if replica is None or not replica.step.row_weight:
                 return self._traced(*args, **kwargs)
-            return self._apply_results(*found[1])
+            return self._execute(replica, args, kwargs)
 
         self.called = called  # the replacement of the model's `call`
 
@@ -415,13 +432,7 @@ class ForwardPass(_Graph):
         else:
             vars(self.layer)["call"] = self._instance_call
 
-    def _apply_results(
-        self,
-        outputs: Any,
-        masks: Sequence[Any],
-        written: dict[int, torch.Tensor],
-        losses: Sequence[tuple[Any, Any]],
-    ) -> Any:
+    def _apply_results(self, values, outputs, masks, written, losses) -> Any:
         if written:
             for variable in self._variables:
                 if id(variable) in written:
@@ -441,15 +452,19 @@ class LossAndMetrics(_Graph):
         super().__init__(layer, compiled)
         self._training = training
         self._eager_step = layer.train_step if training else layer.test_step
+        self._places: list[int] = []  # of the weights among the variables
 
     def _select_variables(self) -> list[Any]:
         model = self.layer
-        variables = {id(v): v for v in (*model.variables, *model.metrics_variables)}
-        return [
-            variable
-            for variable in variables.values()
+        candidates = {id(v): v for v in (*model.variables, *model.metrics_variables)}
+        variables = {
+            key: variable
+            for key, variable in candidates.items()
             if variable.aggregation != "sum" or is_sync_on_read(variable)
-        ]
+        }
+        places = {key: place for place, key in enumerate(variables)}
+        self._places = [places[id(v)] for v in model.weights if id(v) in places]
+        return list(variables.values())
 
     def _traced(self, x: Any, y: Any, sample_weight: Any) -> torch.Tensor:
         model, training = self.layer, self._training
@@ -467,34 +482,82 @@ class LossAndMetrics(_Graph):
 
     def __call__(self, data: Any) -> Any:
         """Run the step on a replica's rows."""
-        replica, found = distributed_replica(), None
-        weight = None if replica is None else replica.step.row_weight
-        if weight:
-            # A tensor, so that another split of the rows is not compiled again.
-            row_weight = torch.tensor(weight, dtype=torch.float64)
-            batch = keras.utils.unpack_x_y_sample_weight(data)
-            found = self._execute(replica, batch, {}, row_weight)
-        if replica is None or found is None:
-            return self._eager_step(data)
-        values, (loss, _, written, _) = found
-        for variable in self._variables:
+        replica, batch = distributed_replica(), _unpack(data)
+        if replica is None or not replica.step.row_weight:
+            return self._call_eagerly(*batch)
+        # A tensor, so that another split of the rows is not compiled again.
+        weight = torch.tensor(replica.step.row_weight, dtype=torch.float64)
+        return self._execute(replica, batch, {}, weight)
+
+    def _call_eagerly(self, x: Any, y: Any, sample_weight: Any) -> Any:
+        return self._eager_step((x, y, sample_weight))
+
+    def _apply_results(self, values, outputs, masks, written, losses) -> Any:
+        replica: Any = distributed_replica()
+        for variable in self._variables if written else ():
             value = written.get(id(variable))
-            if value is not None:
+            if value is None:
+                continue
+            if is_sync_on_read(variable):  # a metric's: without Keras's conversions
+                replica.write(variable, aggregate_assignment(replica, variable, value))
+            else:
                 variable.assign(value)
         if self._training:
-            self._minimize(loss, values)
+            self._minimize(outputs, values)
         return self.layer.get_metrics_result()
 
     def _minimize(self, loss: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-        model = self.layer
-        for value in values:
-            value.grad = None
-        if model.optimizer is not None:
-            loss = model.optimizer.scale_loss(loss)
-        loss.backward()
-        weights = model.trainable_weights
+        optimizer, variables = self.layer.optimizer, self._variables
+        weights, tensors = [], []
+        for place in self._places:
+            if variables[place].trainable:
+                values[place].grad = None
+                weights.append(variables[place])
+                tensors.append(values[place])
+        if not weights:
+            warnings.warn(_NO_WEIGHTS, stacklevel=2)
+            return
+        optimizer.scale_loss(loss).backward()
         with torch.no_grad():
-            model.optimizer.apply([v.value.grad for v in weights], weights)
+            optimizer.apply([tensor.grad for tensor in tensors], weights)
+
+
+def _run_kernels(graph: torch.fx.GraphModule, _: Sequence[torch.Tensor]) -> Any:
+    """Execute torch's kernels, without Keras's conversions that change nothing."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target is getattr and not node.users:
+            graph.graph.erase_node(node)
+        elif node.op == "call_method" and node.target == "to" and len(node.args) == 2:
+            source, result = (n.meta.get("example_value") for n in (node.args[0], node))
+            if (
+                not node.kwargs
+                and isinstance(node.args[1], str | torch.dtype | torch.device)
+                and isinstance(source, torch.Tensor)
+                and (source.dtype, source.device) == (result.dtype, result.device)
+            ):
+                node.replace_all_uses_with(node.args[0])
+                graph.graph.erase_node(node)
+    graph.recompile()
+    return graph.forward
+
+
+# What torch.compile finds in modules of Keras and torch: functions, classes, constants.
+_LIBRARIES = re.compile(
+    r"(dict\(|type\()*G\['__(builtins_dict|import_(torch|keras)(_dot_|'\])|"
+    r"import_keras_strategy_dot_(backends|keras_patches)_dot_)"
+)
+
+
+def _select_guards(guards: Sequence[Any]) -> list[bool]:
+    """Return False for guards on what a running program does not change."""
+    # They would take longer than the kernels of a small model. Keras's and torch's
+    # settings are checked, and all that can be reached from a model.
+    return [
+        _LIBRARIES.match(guard.name) is None
+        or "GLOBAL_S" in guard.name
+        or "config" in guard.name
+        for guard in guards
+    ]
 
 
 def _kind(args: tuple, kwargs: dict) -> Any:

@@ -66,10 +66,7 @@ class BatchFunction:
                     "torch: a compiled graph cannot gather weights. Omit it in "
                     f"`compile` of the model '{model.name}', or use shard='optimizer'."
                 )
-            is_keras_step = self._returns_metrics and (
-                kind == "test" or bool(model.trainable_weights)
-            )
-            training = kind == "train" if is_keras_step else None
+            training = kind == "train" if self._returns_metrics else None
             self._compiled = CompiledModel(model, strategy, training)
             step = self._compiled.step or step
         self._weighted_step = rules.make_weighted_step(
