@@ -164,3 +164,23 @@ def step_metrics_result(get_metrics_result: Callable, replica: Any, model: Any) 
     """Return `get_metrics_result()` in a step; {} if the step returns nothing else."""
     # In that case it is computed outside of the replicas when it is read.
     return {} if replica.step.logs_are_metrics else get_metrics_result(model)
+
+
+# --- Keras's `train_step` and `test_step` on torch
+
+
+def compute_loss(
+    model: Any, x: Any, y: Any, sample_weight: Any, training: bool
+) -> tuple[Any, Any]:
+    """Return the model's outputs and its loss."""
+    options = {"training": training} if model._call_has_training_arg else {}
+    y_pred = model(x, **options)
+    return y_pred, model._compute_loss(x, y, y_pred, sample_weight, training)
+
+
+def update_metrics(
+    model: Any, x: Any, y: Any, y_pred: Any, loss: Any, sample_weight: Any
+) -> None:
+    rows = next(i for i in tree.flatten(x) if i is not None).shape[0]
+    model._loss_tracker.update_state(loss, sample_weight=rows)
+    model.compute_metrics(x, y, y_pred, sample_weight)

@@ -20,7 +20,7 @@ CHECKSUM_BYTES = 2 * 7 * 4
 # hooks ask each optimizer whether the replicas share what it keeps: two functions each.
 # One asks of a variable without an aggregation whether one device keeps it for all.
 # A gather is started and finished by a function each.
-WORKER_CALLS = {"fit": 355, "run": 384}
+WORKER_CALLS = {"fit": 355, "run": 384, "compiled fit": 290}
 THREADS_CALLS = 1094
 
 
@@ -39,7 +39,7 @@ def test_cost_per_step_of_two_replicas(loop, mirrored):
 
 def test_cost_per_step_of_two_processes(starter):
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
-        results = runner.run(torch_jobs.figures_of_a_worker)
+        results = runner.run(torch_jobs.figures_of_a_worker, list(WORKER_CALLS))
     for figures_of_loops in results:
         for calls, figures in zip(WORKER_CALLS.values(), figures_of_loops, strict=True):
             check(Figures(**figures), calls, CHECKSUM_BYTES)
@@ -48,7 +48,8 @@ def test_cost_per_step_of_two_processes(starter):
 def test_cost_per_step_of_virtual_replicas(starter):
     """A check, an exchange of parts and one of their sums: half of the gradients."""
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
-        for found in runner.run(torch_jobs.figures_of_a_worker, virtual_replicas=2):
+        loops = ["fit", "run"]
+        for found in runner.run(torch_jobs.figures_of_a_worker, loops, 2):
             for figures in found:
                 sent = figures["gradient_bytes"] * 3 / 2
                 assert figures["collectives"] == 3

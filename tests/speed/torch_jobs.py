@@ -1,6 +1,7 @@
 """What is counted on torch, in one process or in each of several."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import keras_strategy as ks
 from benchmarks.cases import CASES
@@ -13,15 +14,17 @@ MLP = dataclasses.replace(CASES[0], batch=4)
 
 
 def figures(strategy: ks.Strategy, loop: str) -> Figures:
-    """The figures of "fit", or of a loop with `strategy.run`."""
+    """The figures of "fit", "compiled fit", or of a loop with `strategy.run`."""
     if loop == "run":
         return figures_of(*run_loop_of(strategy, MLP))
     with strategy.scope():
-        model = MLP.compiled()
+        model = MLP.compiled(jit_compile=loop == "compiled fit")
     return figures_of(fit(model, MLP), model)
 
 
-def figures_of_a_worker(virtual_replicas: int | None = None) -> list[dict]:
-    """Those of "fit" and of "run" in one of several processes, as dicts."""
+def figures_of_a_worker(
+    loops: Sequence[str], virtual_replicas: int | None = None
+) -> list[dict]:
+    """Those of each loop in one of several processes, as dicts."""
     strategy = ks.MultiWorkerMirroredStrategy(virtual_replicas=virtual_replicas)
-    return [dataclasses.asdict(figures(strategy, loop)) for loop in ("fit", "run")]
+    return [dataclasses.asdict(figures(strategy, loop)) for loop in loops]

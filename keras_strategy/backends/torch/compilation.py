@@ -29,7 +29,11 @@ from keras_strategy.backends.threads.patches import current_stateless_scope
 from keras_strategy.core.context import distributed_replica, thread_state
 from keras_strategy.core.per_replica_attributes import current_turn
 from keras_strategy.keras_patches.layers import all_layers, seed_generators
-from keras_strategy.keras_patches.losses_metrics import keras_masking
+from keras_strategy.keras_patches.losses_metrics import (
+    compute_loss,
+    keras_masking,
+    update_metrics,
+)
 from keras_strategy.keras_patches.patch import multi_replica_only
 from keras_strategy.keras_patches.random import keras_random
 from keras_strategy.training import random
@@ -467,17 +471,12 @@ class LossAndMetrics(_Graph):
         return list(variables.values())
 
     def _traced(self, x: Any, y: Any, sample_weight: Any) -> torch.Tensor:
-        model, training = self.layer, self._training
-        options = {"training": training} if model._call_has_training_arg else {}
-        y_pred = model(x, **options)
+        y_pred, loss = compute_loss(self.layer, x, y, sample_weight, self._training)
         graph = current_graph()
         if graph is None or graph.losses:
             raise UnsupportedInGraph("it adds a loss in a layer")
-        loss = model._compute_loss(x, y, y_pred, sample_weight, training)
         with torch.no_grad():
-            rows = next(i for i in tree.flatten(x) if i is not None).shape[0]
-            model._loss_tracker.update_state(loss, sample_weight=rows)
-            model.compute_metrics(x, y, y_pred, sample_weight)
+            update_metrics(self.layer, x, y, y_pred, loss, sample_weight)
         return loss
 
     def __call__(self, data: Any) -> Any:
