@@ -17,6 +17,7 @@ import keras_strategy as ks
 from keras_strategy.backends.tensorflow.tensors import concat_values
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.variables_optimizers import adopt
+from tests.distributed import tensorflow_jobs as jobs
 
 
 @pytest.fixture(params=[2, 3], ids="{} replicas".format)
@@ -109,6 +110,10 @@ def test_reduce_is_native(two, native, op, values, axis):
     result = two.reduce(op, per_replica(*values), axis=axis)
     assert result.dtype == expected.dtype
     np.testing.assert_allclose(result, expected)
+
+
+def test_reduce_after_run(two):
+    assert jobs.reduce_after_run(two) == jobs.REDUCED_AFTER_RUN
 
 
 def test_reduce_sparse(two, native):

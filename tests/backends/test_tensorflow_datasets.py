@@ -277,17 +277,23 @@ def test_python_batches_in_tf_function(strategy):
             loop(data)
 
 
+@pytest.mark.parametrize("local", [range(4), range(2, 4), range(1, 2), range(1, 3)])
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("endless", [True, False])
-def test_even_batches_are_split_in_order(fixed, endless):
+def test_even_batches_are_split_in_order(fixed, endless, local):
     dataset = tf.data.Dataset.range(16).map(lambda x: {"x": x, "y": (2 * x,)})
     dataset = dataset.batch(8, drop_remainder=fixed)
     dataset = dataset.repeat() if endless else dataset
 
-    parts = split_by_rows(dataset, 2, range(2))
+    parts = split_by_rows(dataset, 4, local)
 
-    assert int(parts.cardinality()) == (tf.data.INFINITE_CARDINALITY if endless else 4)
-    assert parts.element_spec["x"].shape.as_list() == [4 if fixed else None]
-    for begin, part in zip([0, 4, 8, 12], parts.as_numpy_iterator(), strict=False):
-        assert part["x"].tolist() == list(range(begin, begin + 4))
-        assert part["y"][0].tolist() == [2 * x for x in range(begin, begin + 4)]
+    length = tf.data.INFINITE_CARDINALITY if endless else 2 * len(local)
+    assert int(parts.cardinality()) == length
+    assert parts.element_spec["x"].shape.as_list() == [2 if fixed else None]
+    begins = [8 * batch + 2 * replica for batch in range(2) for replica in local]
+    for begin, part in zip(begins, parts.as_numpy_iterator(), strict=False):
+        assert part["x"].tolist() == [begin, begin + 1]
+        assert part["y"][0].tolist() == [2 * begin, 2 * begin + 2]
+    # Known sizes need no function call for each batch, unless they do not align.
+    has_calls = b"FlatMap" in parts._as_serialized_graph().numpy()
+    assert has_calls == (not fixed or local == range(1, 3))

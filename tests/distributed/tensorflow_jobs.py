@@ -183,6 +183,62 @@ def _sum_over_replicas(value):
     return ks.get_replica_context().all_reduce("sum", value)
 
 
+def reduce_after_run(strategy: ks.Strategy | None = None) -> list[list[float]]:
+    """Reduce other outputs in each step, and return their sums, means and collectives.
+
+    With the number of collectives that a call of `reduce` executed itself.
+    """
+    strategy = strategy or ks.MultiWorkerMirroredStrategy()
+    group, compute = strategy.extended.group, strategy.extended.group.compute_reduce
+    executed = []
+
+    def counted(*args):
+        executed.append(tf.executing_eagerly())
+        return compute(*args)
+
+    group.compute_reduce = counted
+
+    def step(x, count):
+        first = tf.cast(ks.get_replica_context().replica_id_in_sync_group, x.dtype)
+        outputs = {"loss": x + first, "rows": tf.stack([x, x])}
+        return outputs | {f"more {i}": 10 * x + first for i in range(count)}
+
+    steps: list[tuple[int, list[tuple[str, str]]]] = [
+        (1, [("loss", "sum")]),
+        (1, [("loss", "sum"), ("more 0", "mean")]),
+        (1, [("more 0", "mean"), ("loss", "sum"), ("rows", "sum")]),
+        (1, [("more 0", "sum"), ("loss", "sum"), ("loss", "sum")]),
+        (0, [("loss", "mean")]),  # fewer outputs
+        (0, []),
+        (0, [("loss", "mean")]),
+    ]
+    results = []
+    for number, (count, reductions) in enumerate(steps):
+        outputs = strategy.run(step, (tf.constant(float(number)), count))
+        executed.clear()
+        results.append(
+            [
+                float(tf.reduce_sum(strategy.reduce(op, outputs[name])))
+                for name, op in reductions
+            ]
+        )
+        results[-1].append(sum(executed))
+    del group.compute_reduce
+    return results
+
+
+# With two replicas: the first adds 0, the second 1. Behind them the collectives.
+REDUCED_AFTER_RUN = [
+    [1.0, 1],
+    [3.0, 10.5, 1],
+    [20.5, 5.0, 8.0, 1],
+    [61.0, 7.0, 7.0, 2],
+    [4.5, 1],
+    [0],
+    [6.5, 1],
+]
+
+
 def gradient_through_collectives() -> list[float]:
     """The gradient of what all replicas gather and sum of this one's 2."""
     strategy = ks.MultiWorkerMirroredStrategy()

@@ -28,6 +28,7 @@ def results(in_turns):
         shuffled=(jobs.shuffle_without_a_seed, {}),
         variables=(jobs.variables_and_dtypes, {}),
         gradient=(jobs.gradient_through_collectives, {}),
+        reduced=(jobs.reduce_after_run, {}),
         different=(jobs.different_values_in_a_run, {}),
         gradients=(jobs.gradients_of_other_shapes, {}),
     )
@@ -68,6 +69,10 @@ def test_variables_of_all_dtypes(results):
             np.testing.assert_array_equal(total, (one + other).item())
         # A scalar travels in the collective that compares it.
         assert result["collectives"] == 4
+
+
+def test_reduce_after_run(results):
+    assert results[0]["reduced"] == [jobs.REDUCED_AFTER_RUN] * 2
 
 
 def test_gradient_through_collectives(results):

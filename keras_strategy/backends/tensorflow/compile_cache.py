@@ -38,7 +38,13 @@ from keras_strategy.training.compile_cache import (
     warn_many_programs,
 )
 from keras_strategy.training.train_step import add_shape_hint, find_batch_rows
-from keras_strategy.values import DistributedValues, Mirrored, PerReplica, value_key
+from keras_strategy.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    ReduceOp,
+    value_key,
+)
 
 try:
     # The state besides arguments that makes a tf.function trace again.
@@ -163,7 +169,9 @@ class CompiledFunction:
 
     def _discard_traces(self) -> None:
         self._templates: list[Any] = []
-        self._programs = ProgramCache(functools.partial(self._trace, self._templates))
+        programs = ProgramCache(functools.partial(self._trace, self._templates))
+        self._programs = programs
+        self._reducing = ProgramCache(functools.partial(self._trace_reduce, programs))
 
     def __call__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         leaves = tree.flatten((args, kwargs))
@@ -188,8 +196,13 @@ class CompiledFunction:
         if self._draws:
             self._group.seeds.refresh()
         self._current.fn = fn
+        reductions, totals = self._group.reductions.begin(fn), []
         try:
-            ((index, tensors),) = programs(*arguments).items()
+            if reductions:
+                outputs, totals = self._reducing(reductions, *arguments)
+            else:
+                outputs = programs(*arguments)
+            ((index, tensors),) = outputs.items()
         except tf.errors.OpError as error:
             error.add_note(
                 "TensorFlow writes variables in place: what the replicas assigned "
@@ -204,6 +217,8 @@ class CompiledFunction:
             warn_many_programs(fn, len(templates))
         if len(templates) > MAX_PROGRAMS:
             self._discard_traces()  # a tf.function never evicts a trace
+        totals = dict(zip(reductions, totals, strict=True))
+        self._group.reductions.finish(fn, tensors, totals)
         template, tensors = templates[int(index)], iter(tensors)
         if template is _TENSOR:  # the most frequent case
             return next(tensors)
@@ -256,6 +271,69 @@ class CompiledFunction:
 
         templates.append(tree.map_structure(take_tensors, outputs))
         return {str(len(templates) - 1): tensors}
+
+    def _trace_reduce(self, programs, reductions, *arguments):
+        outputs = programs(*arguments)
+        ((_, tensors),) = outputs.items()
+        # Equal code may return something else, whose shapes a trace may not know.
+        values = [tensors[i] if i < len(tensors) else None for i, _ in reductions]
+        return outputs, [
+            self._group.compute_reduce(ReduceOp[op], value, None)
+            if _is_replica_scalar(value)
+            else None
+            for (_, op), value in zip(reductions, values, strict=True)
+        ]
+
+
+def _is_replica_scalar(value: Any) -> bool:
+    return type(value) is PerReplica and all(
+        x.shape.rank == 0 and (x.dtype.is_floating or x.dtype.is_integer)
+        for x in value.values
+    )
+
+
+class RunReductions:
+    """Scalars of `run` that `reduce` combines: the next call does both in one program.
+
+    A collective in a program of its own takes longer than behind those of a step.
+    """
+
+    # By code, so that all workers reduce in the same calls, whatever they have traced.
+
+    def __init__(self):
+        self._by_code: dict[Any, tuple[tuple[int, str], ...]] = {}
+        self._code: Any = None  # of the last call
+        self._scalars: list[tuple[int, Any]] = []  # that it returned
+        self._totals: dict[tuple[int, str], Any] = {}
+        self._reduced: tuple[tuple[int, str], ...] = ()
+
+    def begin(self, fn: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
+        """Return the place and the operation of each output to reduce."""
+        if len(self._by_code) > 256:  # functions created on each call
+            self._by_code.clear()
+        self._by_code[self._code] = self._reduced
+        self._code, self._scalars, self._totals, self._reduced = None, [], {}, ()
+        return self._by_code.get(getattr(fn, "__code__", None), ())
+
+    def finish(
+        self,
+        fn: Callable[..., Any],
+        tensors: Sequence[Any],
+        totals: dict[tuple[int, str], Any],
+    ) -> None:
+        self._code, self._totals = getattr(fn, "__code__", None), totals
+        self._scalars = [x for x in enumerate(tensors) if _is_replica_scalar(x[1])]
+
+    def reduce(self, op: ReduceOp, value: Any, compute: Callable[[], Any]) -> Any:
+        for index, scalar in self._scalars:
+            if scalar is value:
+                key = index, op.name
+                total = self._totals.pop(key, None)
+                total = compute() if total is None else total
+                if key not in self._reduced:
+                    self._reduced += (key,)
+                return total
+        return compute()
 
 
 _MARKER = "keras_strategy refuses this, for reason number"

@@ -101,9 +101,15 @@ def split_by_rows(dataset: Any, replicas: int, local: range) -> Any:
         return tf.data.Dataset.range(local.start, local.stop).map(replica_element)
 
     is_dense = all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(spec))
-    if local_rows and is_dense and len(local) == replicas:
+    num_local = len(local)
+    is_aligned = replicas % num_local == 0 == local.start % num_local
+    if local_rows and is_dense and is_aligned:
         # The same result from tf.data itself, without a function call for each batch.
-        result = dataset.rebatch(local_rows, drop_remainder=True)
+        result = dataset
+        if num_local < replicas:
+            result = result.rebatch(num_local * local_rows, drop_remainder=True)
+            result = result.shard(replicas // num_local, local.start // num_local)
+        result = result.rebatch(local_rows, drop_remainder=True)
     else:
         result = dataset.flat_map(split)
     count = int(dataset.cardinality())

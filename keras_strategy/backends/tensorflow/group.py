@@ -25,6 +25,7 @@ from keras_strategy.backends.tensorflow.collectives import (
 )
 from keras_strategy.backends.tensorflow.compile_cache import (
     CompiledFunction,
+    RunReductions,
     reraise_failed_checks,
 )
 from keras_strategy.backends.tensorflow.connection import native_name
@@ -99,6 +100,7 @@ class TensorFlowGroup(ComponentGroup):
         self.builds = 0  # how often a replica has created or built something
         self._attributes = GroupAttributes(len(devices), tf.is_tensor)
         self._functions = CompileCache(lambda: CompiledFunction(self))
+        self.reductions = RunReductions()
 
     def scope(self):
         return self.native.scope()
@@ -355,6 +357,16 @@ class TensorFlowGroup(ComponentGroup):
         ]
 
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
+        def compute():
+            return self.compute_reduce(reduce_op, value, axis)
+
+        if axis is None and not tf.inside_function():
+            return self.reductions.reduce(reduce_op, value, compute)
+        return compute()
+
+    def compute_reduce(
+        self, reduce_op: ReduceOp, value: DistributedValues, axis: Any
+    ) -> Any:
         name, workers = "strategy.reduce", self.workers
 
         def sum_over_workers(local):

@@ -17,6 +17,7 @@ from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicF
 from tensorflow.python.framework import func_graph, op_callbacks
 
 _HOST = "CPU:0"
+_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 # Operations whose outputs have the shape of their operands.
 _ELEMENTWISE = {"Identity", "Add", "AddV2", "Sub", "Mul", "Square", "RealDiv", "Cast"}
 
@@ -99,7 +100,7 @@ def _count_graph(graph: Any, arguments: Sequence[str]) -> _GraphCounts:
     transfers = set()
     for op in graph.get_operations():
         inputs = [places[tensor.name] for tensor in op.inputs]
-        if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+        if op.type in _CALLS:
             callee = graph._get_function(op.get_attr("f").name).graph
             counts = _count_graph(callee, inputs)
             result.collectives += counts.collectives
@@ -120,7 +121,9 @@ def _count_graph(graph: Any, arguments: Sequence[str]) -> _GraphCounts:
             if source != place and tensor.dtype not in (tf.resource, tf.variant)
         }
         is_collective = op.type.startswith(("Collective", "Nccl")) and place == _HOST
-        if is_collective or op.type == "AddN" and len(set(inputs)) > 1:
+        # A function's outputs are on the first device.
+        is_reduce = len(set(inputs)) > 1 or {x.op.type for x in op.inputs} <= _CALLS
+        if is_collective or op.type == "AddN" and is_reduce:
             result.add_sum(op.inputs, op.outputs)
     result.transfers += len(transfers)
     result.outputs = [places[tensor.name] for tensor in graph.outputs]
