@@ -34,6 +34,8 @@ class Comparison:
             every comparison has all.
         catalog: The module of `benchmarks` that has these cases.
         both_ours: Whether the peer is a program of ours, too.
+        min_steps: The steps of a long turn at least. The difference of two short turns
+            is noise if a call varies by more than a step takes.
     """
 
     backend: str
@@ -46,6 +48,7 @@ class Comparison:
     cases: tuple[str, ...] = ALL
     catalog: str = "cases"
     both_ours: bool = False
+    min_steps: int = 8
 
     @property
     def devices(self) -> int:
@@ -171,6 +174,8 @@ JAX = (
         None,
         workers=2,
         cases=(MLP,),
+        # A call has the Python code of 25 steps of ours, and of 7 of the peer's.
+        min_steps=128,
     ),
     # Of `fit` the statistics are those of the global batch anyway.
     _batch_statistics(

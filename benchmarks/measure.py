@@ -106,7 +106,7 @@ def _start(
             sides.append(stack.enter_context(Sided(starter, comparison, ours, case)))
             sides[-1].ready()  # each has the machine for its first step
         mine, peer = sides
-        steps = warm(mine.train, peer.train, seconds)
+        steps = warm(mine.train, peer.train, seconds, comparison.min_steps)
         others, before = OtherLoad(), _used(sides)
         pairing = compare(mine.train, peer.train, steps, rounds)
         used, idle = (a - b for a, b in zip(_used(sides), before, strict=True))

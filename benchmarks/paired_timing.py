@@ -56,13 +56,13 @@ class Pairing:
         return speeds
 
 
-def warm(ours: Turn, peer: Turn, seconds: float) -> int:
+def warm(ours: Turn, peer: Turn, seconds: float, min_steps: int = SHORT) -> int:
     """Warm up both; return how many steps take the peer so many seconds."""
     steps = SHORT
     for _ in range(3):  # the fixed cost of a call counts less each time
         ours(steps)
         rate = steps / peer(steps)[WALL]
-        steps = max(SHORT, min(8 * steps, round(rate * seconds)))
+        steps = max(min_steps, min(8 * steps, round(rate * seconds)))
     # Both lengths become multiples of 8, where 8 steps are compiled into one.
     steps = steps if steps < 64 else steps // 64 * 64
     for turn in ours, peer:

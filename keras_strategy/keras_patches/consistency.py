@@ -39,7 +39,8 @@ def check_mirrored_variables(
 ) -> None:
     """Compare the components of variables, by default of all in the strategy."""
     # `after` names the call that precedes the check, for the message.
-    if strategy.num_replicas_in_sync == 1 or get_engine().is_tracing():
+    local = strategy.extended.topology.local_replicas
+    if len(local) == 1 or get_engine().is_tracing():
         return
     drifted = []
     if variables is None:
@@ -48,8 +49,6 @@ def check_mirrored_variables(
         if not _is_mirrored(variable):
             continue
         components = strategy.extended.group.components(variable)
-        if len(components) == 1:
-            continue
         first, *others = map(keras.ops.convert_to_numpy, components)
         for replica, other in enumerate(others, start=1):
             both_nan = (first != first) & (other != other)

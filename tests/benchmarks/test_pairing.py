@@ -65,3 +65,8 @@ def test_lengths_are_multiples_of_eight_steps(seconds):
     assert steps == pytest.approx(100 * seconds, abs=64)
     assert steps >= SHORT
     assert steps < 64 or (steps % 8, steps // SHORT % 8) == (0, 0)
+
+
+def test_long_turn_has_a_minimum():
+    program = Machine().program("both", 0.01)
+    assert warm(program, program, 0.1, min_steps=128) == 128
