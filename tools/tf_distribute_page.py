@@ -41,7 +41,7 @@ tf.distribute's parameters in their order. *Differs*: it works in another way, w
 the note or the page [Differences](differences.md) says. *Refused*: an error gives the
 reason of the note, and says what to use.
 
-Where a class is refused, so are its members, for the same reason. A member that does
+The members of a refused class are refused for the same reason. A member that does
 the same as in the base class is listed there alone; the note names the base.
 
 `make names` writes this page. The tests compare it with the installed TensorFlow, and

@@ -1,4 +1,4 @@
-"""How a step scales on links of a known rate, where computing takes no core.
+"""Times steps on links of a known rate, where computing takes no core.
 
     python -m benchmarks.network.scaling [--links "1 Gbit/s"] [--json FILE]
 
