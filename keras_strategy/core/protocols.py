@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from keras import ops
+
 from keras_strategy.devices import LogicalDevices, ReplicaTopology
 from keras_strategy.values import DistributedValues, Mirrored, ReduceOp
 
@@ -316,6 +318,24 @@ class Engine(Protocol):
 
     def ones(self, shape: Sequence[Any], like: Any, order: Any) -> Any:
         """Return ones with the dtype and device of `like`, in a `memory_order`."""
+
+    def draw_dropout_mask(
+        self,
+        shape: Sequence[Any],
+        like: Any,
+        order: Any,
+        keep: float,
+        seed: Any,
+        is_seeded: bool,
+        part: tuple[int, int, int] | None,
+    ) -> Any:
+        """Draw the mask of Keras's dropout of such `ones`; None if only Keras can."""
+        # If not None, `part` has the begin and end of the entries of the leading
+        # dimension in memory that are needed, and their number.
+
+    def scale_kept(self, inputs: Any, mask: Any, keep: float, is_seeded: bool) -> Any:
+        """Apply a dropout mask; `keep` is the probability of an element."""
+        return ops.where(mask, inputs / keep, 0)
 
     def draw_slice(
         self, name: str, given: dict[str, Any], begin: Any, seed: Callable[[], Any]

@@ -168,6 +168,13 @@ def _draw_shape(original, replica, shape, *args, **kwargs):
     )
 
 
+def draws_from_seed(seed: Any, noise_shape: Any) -> bool:
+    """Return False if dropout on torch uses the process's generator, as unseeded."""
+    # A `SeedGenerator` without a seed is unseeded; its state does not change.
+    has_seed = seed is not None and getattr(seed, "_initial_seed", seed) is not None
+    return has_seed or noise_shape is not None
+
+
 @_random_hook("dropout", "(inputs, rate, noise_shape=None, seed=None)")
 def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
     """Draw one device's dropout mask and keep that of this replica's rows."""
@@ -184,27 +191,38 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
     if batch_dim is None:
         with identical_draws(replica):
             return original(inputs, rate, noise_shape, seed)
+    is_seeded = draws_from_seed(seed, noise_shape)
     arguments = {"shape": dims, "rate": rate, "dtype": inputs.dtype, "seed": seed}
     mask = _draw_local(replica, batch_dim, "dropout", arguments)
     if mask is not None:
-        return ops.where(mask, inputs / (1.0 - rate), 0)
+        return engine.scale_kept(inputs, mask, 1.0 - rate, is_seeded)
     global_dims = global_shape(dims, batch_dim, replica.step.rows)
     if order is not None and dims[batch_dim.axis] == 1 and batch_dim.order is not None:
         order = batch_dim.order  # the stride of one row is arbitrary
 
+    # Other replicas of this process need all rows.
+    rows, part = replica.step.rows, None
+    leading = order[0] if order is not None and not is_seeded else 0
+    if len(replica.topology.local_replicas) == 1 and leading == batch_dim.axis:
+        part = rows.begin, rows.begin + rows.count, rows.total
+
     def draw_mask():
+        fast = engine.draw_dropout_mask(
+            global_dims, inputs, order, 1.0 - rate, seed, is_seeded, part
+        )
+        if fast is not None:
+            return fast
         ones = engine.ones(global_dims, inputs, order)
-        return original(ones, rate, None if noise_shape is None else global_dims, seed)
+        noise_dims = None if noise_shape is None else global_dims
+        return ops.not_equal(original(ones, rate, noise_dims, seed), 0)
 
     def skip():
-        # Only torch calls this; it draws unseeded numbers from the process's generator.
-        seeded = seed is not None and getattr(seed, "_initial_seed", seed) is not None
-        if seeded or noise_shape is not None:
+        if is_seeded:
             keras_seeds.draw_seed(seed)
 
     draw_id = "dropout", *global_dims, seed
-    mask = ops.not_equal(_draw_global(replica, batch_dim, draw_id, draw_mask, skip), 0)
-    return ops.where(mask, inputs / (1.0 - rate), 0)
+    mask = _draw_global(replica, batch_dim, draw_id, draw_mask, skip)
+    return engine.scale_kept(inputs, mask, 1.0 - rate, is_seeded)
 
 
 @_random_hook("categorical", ("logits", "num_samples"))

@@ -82,6 +82,7 @@ class GraphScope(keras.StatelessScope):
         rate: float,
         noise_shape: Sequence[int | None] | None,
         seed: Any,
+        is_seeded: bool,
     ) -> torch.Tensor:
         """Apply dropout, with the arguments of `keras.random.dropout`."""
         number = -1 if seed is None else self._generators.get(id(seed))
@@ -95,7 +96,7 @@ class GraphScope(keras.StatelessScope):
         self._draws += 1
         scales = _scales(inputs.detach(), rate, shape, number, previous, self._draws)
         self._drawn[number] = scales
-        if seed is None and shape is None and not random.settings.exact:
+        if not (is_seeded or (random.settings.exact and inputs.is_cuda)):
             return inputs * scales  # as the replica does eagerly
         return torch.where(scales != 0, inputs / (1.0 - rate), 0)
 

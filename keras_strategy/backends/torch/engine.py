@@ -4,6 +4,7 @@ torch has one CPU device with all cores. A logical CPU is a name for one more th
 it: replicas on several of them share the cores.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -20,6 +21,7 @@ from keras_strategy.backends.torch import (
     patches,
     patches_compiled,
     patches_optimizers,
+    random,
 )
 from keras_strategy.backends.torch.group import TorchGroup, torch_device
 from keras_strategy.cluster.membership import Cluster
@@ -39,6 +41,8 @@ _protocol.__array__ = raise_not_a_tensor
 
 class TorchEngine(Engine):
     name = "torch"
+    memory_order: Any = staticmethod(random.memory_order)
+    scale_kept: Any = staticmethod(random.scale_kept)
     is_tensor: Any = staticmethod(torch.is_tensor)
     static_int: Any = staticmethod(int)
     connect: Any = staticmethod(collectives.connect)
@@ -88,16 +92,29 @@ class TorchEngine(Engine):
     def device_scope(self, device: str):
         return keras.device(torch_device(device))
 
-    def memory_order(self, x: torch.Tensor) -> tuple[int, ...]:
-        # Random masks are filled in memory order.
-        return tuple(sorted(range(x.dim()), key=lambda axis: -x.stride(axis)))
-
     def ones(
         self, shape: Sequence[Any], like: torch.Tensor, order: Sequence[int]
     ) -> torch.Tensor:
-        back = sorted(range(len(shape)), key=order.__getitem__)
-        sizes = [int(shape[axis]) for axis in order]
-        return torch.ones(sizes, dtype=like.dtype, device=like.device).permute(back)
+        make = functools.partial(torch.ones, dtype=like.dtype, device=like.device)
+        return random.make_in_order(make, shape, order)
+
+    def draw_dropout_mask(
+        self,
+        shape: Sequence[Any],
+        like: torch.Tensor,
+        order: Sequence[int],
+        keep: float,
+        seed: Any,
+        is_seeded: bool,
+        part: tuple[int, int, int] | None,
+    ) -> torch.Tensor | None:
+        if like.device.type != "cpu" or not random.draws_like_torch():
+            return None
+        if is_seeded:
+            generator = patches.keras_random.torch_seed_generator(seed)
+            return random.draw_mask(shape, keep, generator, True, part)
+        draw = functools.partial(random.draw_mask, keep=keep, part=part)
+        return random.make_in_order(draw, shape, order)
 
     def dry_run(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, rows: int

@@ -47,7 +47,7 @@ from keras_strategy.keras_patches.patch import (
     model_hook,
     multi_replica_only,
 )
-from keras_strategy.keras_patches.random import draws_for_local_rows
+from keras_strategy.keras_patches.random import draws_for_local_rows, draws_from_seed
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.options import GLOBAL
 from keras_strategy.training import ownership
@@ -93,7 +93,9 @@ def _sync_buffers(
                 buffer.copy_(buffers[name])
 
 
-keras_random = find_module("dropout", "keras.src.backend.torch.random")
+keras_random = find_module(
+    "dropout torch_seed_generator", "keras.src.backend.torch.random"
+)
 AutocastScope: Any = find_module(
     "AutocastScope", "keras.src.backend.common.variables"
 ).AutocastScope
@@ -112,13 +114,10 @@ TorchEpochIterator: Any = find_module(
 )
 def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
     """Draw from the replica's generator, not the process's, if there is no seed."""
-    # This includes a `SeedGenerator` without a seed, whose state does not change.
     if draws_for_local_rows() is not None or replica.step.is_drawing:
         return original(inputs, rate, noise_shape, seed)
-    seeded = seed is not None and getattr(seed, "_initial_seed", seed) is not None
     if (
-        seeded
-        or noise_shape is not None
+        draws_from_seed(seed, noise_shape)
         or inputs.device.type == "meta"
         or not 0 < rate < 1
     ):

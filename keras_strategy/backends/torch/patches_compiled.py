@@ -4,7 +4,7 @@ import keras
 
 from keras_strategy.backends.torch.compilation import current_graph
 from keras_strategy.keras_patches.patch import find_module, hook
-from keras_strategy.keras_patches.random import keras_random
+from keras_strategy.keras_patches.random import draws_from_seed, keras_random
 
 keras_nn = find_module(
     "_can_use_flash_attention moments",
@@ -52,4 +52,5 @@ def _dropout(original, graph, inputs, rate, noise_shape=None, seed=None):
     """Draw the mask when the graph is executed, by the replica that executes it."""
     if not isinstance(rate, int | float) or not 0 < rate < 1:
         return original(inputs, rate, noise_shape, seed)
-    return graph.dropped(inputs, rate, noise_shape, seed)
+    is_seeded = draws_from_seed(seed, noise_shape)
+    return graph.dropped(inputs, rate, noise_shape, seed, is_seeded)
