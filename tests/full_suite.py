@@ -39,7 +39,7 @@ KEPT = {
     "backends/test_jax_workers.py::test_run_accepts_functions_of_all_replicas": 1,
     "backends/test_tensorflow.py::test_loss_of_ragged_global_batch": 1,
     "backends/test_torch_compiled.py::test_compiler_backend_is_respected": 0,
-    "backends/test_torch_compiled.py::test_forward_pass_is_compiled": 1,
+    "backends/test_torch_compiled.py::test_step_is_compiled": 1,
     "backends/test_torch_compiled.py::test_global_batch_statistics": 0,
     "backends/test_torch_compiled.py::test_unsupported_models": 1,
     "backends/test_torch_compiled_workers.py::": 0,

@@ -182,6 +182,16 @@ def _value(original, self):
         ):
             return tensor  # what Keras returns after ten calls
         return original(self)
+    settings = global_state.GLOBAL_STATE_TRACKER
+    scope = getattr(settings, "stateless_scope", None)
+    if (
+        isinstance(scope, state.StagedWriteScope)
+        and _has_known_settings
+        and getattr(settings, "autocast_scope", None) is None
+        and getattr(settings, "torch_device", None) == scope.device
+    ):
+        tensor = scope.get_current_value(self)
+        return original(self) if tensor is None else tensor
     if ownership.pending_values and current_stateless_scope() is None:
         ownership.broadcast_pending_values()
         return _value(original, self)  # it may be sharded now
