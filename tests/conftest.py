@@ -114,7 +114,7 @@ def is_engineless(item):
 
 def pytest_collection_modifyitems(items):
     names = [item.nodeid.removeprefix("tests/") for item in items]
-    for position in find_full(names):
+    for position in find_full(names, keras.backend.backend()):
         items[position].add_marker(pytest.mark.full)
     if keras.backend.backend() == "torch":
         return

@@ -2,7 +2,7 @@
 
 `make test` runs the rest: every behaviour once on each backend. Keys are the beginnings
 of node ids without "tests/". The value is how many of these tests `make test` keeps,
-evenly spaced.
+evenly spaced, on each backend that is not left out by `ON_ONE`.
 """
 
 KEPT = {
@@ -127,11 +127,20 @@ KEPT = {
 }
 
 
-def find_full(names: list[str]) -> list[int]:
-    """Return the positions of the tests that `make test` leaves out."""
+# Slow tests of what all backends do: `make test` runs them on this backend alone.
+ON_ONE: dict[str, list[str]] = {
+    "jax": [],
+    "torch": [],
+    "tensorflow": [],
+}
+
+
+def find_full(names: list[str], backend: str) -> list[int]:
+    """Return the positions of the tests that `make test` leaves out on a backend."""
     found = []
     for beginning, kept in KEPT.items():
         positions = [i for i, name in enumerate(names) if name.startswith(beginning)]
         stride = -(-len(positions) // kept) if kept else 0
         found += [p for i, p in enumerate(positions) if not stride or i % stride]
-    return found
+    elsewhere = {n for other in ON_ONE if other != backend for n in ON_ONE[other]}
+    return found + [i for i, n in enumerate(names) if n.partition("[")[0] in elsewhere]

@@ -143,8 +143,8 @@ def simulated_machines(
         if rate_mbit:
             qdisc += ["rate", f"{rate_mbit}mbit"]
         if rate_mbit and not (delay_ms or loss):
-            # More kernels have it. A burst is at least a packet of 64 kB.
-            burst = max(128, round(rate_mbit / 8))
+            # More kernels have it. A burst lasts a millisecond.
+            burst = max(10, round(rate_mbit / 8))
             qdisc = ["tbf", "rate", f"{rate_mbit}mbit", "burst", f"{burst}kb"]
             qdisc += ["latency", f"{_QUEUE_MS}ms"]
         if links is None and any(state.values()) and not _has(qdisc, namespaces[0]):
