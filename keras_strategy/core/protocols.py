@@ -321,17 +321,17 @@ class Engine(Protocol):
 
     def draw_dropout_mask(
         self,
+        replica: Replica,
         shape: Sequence[Any],
+        axis: int,
         like: Any,
         order: Any,
         keep: float,
         seed: Any,
         is_seeded: bool,
-        part: tuple[int, int, int] | None,
     ) -> Any:
         """Draw the mask of Keras's dropout of such `ones`; None if only Keras can."""
-        # If not None, `part` has the begin and end of the entries of the leading
-        # dimension in memory that are needed, and their number.
+        # `axis` is that of the batch. Entries of other processes' rows may be anything.
 
     def scale_kept(self, inputs: Any, mask: Any, keep: float, is_seeded: bool) -> Any:
         """Apply a dropout mask; `keep` is the probability of an element."""

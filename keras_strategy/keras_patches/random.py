@@ -200,15 +200,16 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
     if order is not None and dims[batch_dim.axis] == 1 and batch_dim.order is not None:
         order = batch_dim.order  # the stride of one row is arbitrary
 
-    # Other replicas of this process need all rows.
-    rows, part = replica.step.rows, None
-    leading = order[0] if order is not None and not is_seeded else 0
-    if len(replica.topology.local_replicas) == 1 and leading == batch_dim.axis:
-        part = rows.begin, rows.begin + rows.count, rows.total
-
     def draw_mask():
         fast = engine.draw_dropout_mask(
-            global_dims, inputs, order, 1.0 - rate, seed, is_seeded, part
+            replica,
+            global_dims,
+            batch_dim.axis,
+            inputs,
+            order,
+            1.0 - rate,
+            seed,
+            is_seeded,
         )
         if fast is not None:
             return fast

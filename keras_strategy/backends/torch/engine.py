@@ -100,16 +100,22 @@ class TorchEngine(Engine):
 
     def draw_dropout_mask(
         self,
+        replica: Any,
         shape: Sequence[Any],
+        axis: int,
         like: torch.Tensor,
         order: Sequence[int],
         keep: float,
         seed: Any,
         is_seeded: bool,
-        part: tuple[int, int, int] | None,
     ) -> torch.Tensor | None:
         if like.device.type != "cpu" or not random.draws_like_torch():
             return None
+        rows, part = replica.step.rows, None
+        # Other replicas of this process need all rows.
+        is_alone = len(replica.topology.local_replicas) == 1
+        if is_alone and axis == (0 if is_seeded else order[0]):
+            part = rows.begin, rows.begin + rows.count, rows.total
         if is_seeded:
             generator = patches.keras_random.torch_seed_generator(seed)
             return random.draw_mask(shape, keep, generator, True, part)
