@@ -21,7 +21,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
-	@echo "make test      run every behaviour once, on every backend"
+	@echo "make test      run every behaviour once, quick ones on every backend"
 	@echo "make test-full  run the rest: long tables, combinations and rare faults"
 	@echo "make test-launchers  start programs by torchrun, MPI, Slurm and Ray"
 	@echo "make equality  the table of what equals one device, on every backend"
