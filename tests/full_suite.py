@@ -1,6 +1,6 @@
 """Tests that only `make test-full` runs: long tables, combinations and rare faults.
 
-`make test` runs the rest, in ten minutes on two cores: every behaviour once, and on each
+`make test` runs the rest, in ten minutes on two cores: every behaviour, and on each
 backend if that is not slow. Keys of `KEPT` are the beginnings of node ids without
 "tests/". The value is how many of these tests `make test` keeps, evenly spaced.
 """
