@@ -97,14 +97,20 @@ def test_example_runs_on_its_backend(name, program):
     assert ON_ONE[keras.backend.backend()][name] in end.output
 
 
-def test_optuna_study_runs_on_two_workers(starter, tmp_path):
-    pytest.importorskip("optuna")
+def run_on_two_workers(starter, name, *arguments):
+    """Return what the chief and the other worker print."""
     with WorkerRunner(2, timeout_seconds=280, starter=starter) as runner:
-        storage = f"--storage=sqlite:///{tmp_path}/study.db"
-        runner.start(EXAMPLES / "optuna_study.py", "--epochs=2", storage)
+        runner.start(EXAMPLES / name, *arguments)
         chief, other = runner.wait()
     assert chief.exit_status == other.exit_status == 0, chief.output + other.output
-    assert "the best of 6" in chief.output and "the best" not in other.output
+    return chief.output, other.output
+
+
+def test_optuna_study_runs_on_two_workers(starter, tmp_path):
+    pytest.importorskip("optuna")
+    arguments = "--epochs=2", f"--storage=sqlite:///{tmp_path}/study.db"
+    chief, other = run_on_two_workers(starter, "optuna_study.py", *arguments)
+    assert "the best of 6" in chief and "the best" not in other
     with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as database:
         (trials,) = database.execute("SELECT COUNT(*) FROM trials").fetchone()
     assert trials == 6
@@ -112,12 +118,9 @@ def test_optuna_study_runs_on_two_workers(starter, tmp_path):
 
 def test_two_workers_are_one_run_of_a_tracker(starter, tmp_path):
     pytest.importorskip("wandb")
-    with WorkerRunner(2, timeout_seconds=200, starter=starter) as runner:
-        folder = f"--folder={tmp_path}"
-        runner.start(EXAMPLES / "tracked_run.py", "--epochs=2", folder)
-        chief, other = runner.wait()
-    assert chief.exit_status == other.exit_status == 0, chief.output + other.output
-    assert "recorded 2 epochs" in chief.output and "recorded" not in other.output
+    arguments = "--epochs=2", f"--folder={tmp_path}"
+    chief, other = run_on_two_workers(starter, "tracked_run.py", *arguments)
+    assert "recorded 2 epochs" in chief and "recorded" not in other
     assert len([*tmp_path.glob("wandb/offline-run-*")]) == 1
 
 

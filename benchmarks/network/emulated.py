@@ -3,7 +3,6 @@
 Workers that share cores then share only what communication needs of them.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,10 +15,10 @@ import torch
 import keras_strategy as ks
 from benchmarks import torch_peers
 from benchmarks.cases import Case
-from benchmarks.network.worker import PORT
+from benchmarks.network import worker
 from benchmarks.programs import Train
 from benchmarks.scaling.worker import measure_all_reduce, time_call
-from tests.distributed.machines import Machine, join_as_worker
+from tests.distributed.machines import Machine
 
 BLOCKS = 8
 UNITS = 512
@@ -71,16 +70,7 @@ def _load() -> tuple[np.ndarray, np.ndarray]:
 def fit(case: Case) -> Train:
     """Train by `fit`."""
     options = ks.experimental.CommunicationOptions(bytes_per_pack=BUCKET_BYTES)
-    strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        model = case.compiled()
-
-    def train(steps: int) -> None:
-        x, y = case.rows(steps * case.batch)
-        model.fit(x, y, batch_size=case.batch, verbose=0)
-
-    return train
+    return worker.fit_with(case, options=options)
 
 
 def ddp_by_hand(case: Case) -> Train:
@@ -93,17 +83,8 @@ PROGRAMS: dict[str, Callable[[Case], Train]] = {"ours": fit, "DDP": ddp_by_hand}
 
 def measure_step(name: str, machines: Sequence[Machine]) -> tuple[float, float]:
     """Return the seconds of a step, and the bytes that this worker sends in it."""
-    workers = len(machines)
-    rank = join_as_worker([machine.address for machine in machines], machines)
-    if name == "DDP":
-        os.environ.update(
-            MASTER_ADDR=machines[0].address,
-            MASTER_PORT=str(PORT),
-            RANK=str(rank),
-            WORLD_SIZE=str(workers),
-            GLOO_SOCKET_IFNAME="eth0",
-        )
-    train = PROGRAMS[name](Case("emulated", _build, _load, ROWS * workers))
+    worker.join(machines, is_peer=name == "DDP")
+    train = PROGRAMS[name](Case("emulated", _build, _load, ROWS * len(machines)))
     train(4)  # overlap begins with the third step
     before = _sent()
     train(2)
@@ -120,6 +101,6 @@ def _sent() -> int:
 
 def measure_link(machines: Sequence[Machine]) -> dict[int, float]:
     """Return the seconds of sums between the machines, by the bytes of an array."""
-    join_as_worker([machine.address for machine in machines], machines)
+    worker.join(machines, is_peer=False)
     strategy = ks.MultiWorkerMirroredStrategy()
     return {size: measure_all_reduce(strategy, size) for size in SIZES}

@@ -33,9 +33,14 @@ class Reader(keras.callbacks.Callback):
         self.loss = (logs or {})["loss"]
 
 
-def _fit(case: Case, callbacks: Sequence[keras.callbacks.Callback]) -> Train:
+def fit_with(
+    case: Case,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
+    options: ks.experimental.CommunicationOptions | None = None,
+) -> Train:
+    """Train by `fit`, with callbacks and communication options."""
     keras.utils.set_random_seed(0)
-    with ks.MultiWorkerMirroredStrategy().scope():
+    with ks.MultiWorkerMirroredStrategy(communication_options=options).scope():
         model = case.compiled()
 
     def train(steps: int) -> None:
@@ -46,21 +51,21 @@ def _fit(case: Case, callbacks: Sequence[keras.callbacks.Callback]) -> Train:
 
 
 def fit(case: Case) -> Train:
-    return _fit(case, [])
+    return fit_with(case)
 
 
 def fit_with_callback(case: Case) -> Train:
-    return _fit(case, [Counter()])
+    return fit_with(case, [Counter()])
 
 
 def fit_with_reader(case: Case) -> Train:
-    return _fit(case, [Reader()])
+    return fit_with(case, [Reader()])
 
 
-def time_step(program: str, machines: Sequence[Machine]) -> float:
-    """Return the seconds of a step of this worker, in its machine."""
+def join(machines: Sequence[Machine], is_peer: bool) -> None:
+    """Enter this worker's machine, for a peer with the variables of torchrun."""
     rank = join_as_worker([machine.address for machine in machines], machines)
-    if not program.startswith("network."):
+    if is_peer:
         os.environ.update(
             MASTER_ADDR=machines[0].address,
             MASTER_PORT=str(PORT),
@@ -68,5 +73,10 @@ def time_step(program: str, machines: Sequence[Machine]) -> float:
             WORLD_SIZE=str(len(machines)),
             GLOO_SOCKET_IFNAME="eth0",
         )
+
+
+def time_step(program: str, machines: Sequence[Machine]) -> float:
+    """Return the seconds of a step of this worker, in its machine."""
+    join(machines, is_peer=not program.startswith("network."))
     train = program_named(program)(CASE)
     return time_call(train, 5, 25, rounds=3)

@@ -168,6 +168,22 @@ def step_metrics_result(get_metrics_result: Callable, replica: Any, model: Any) 
 
 # --- Keras's `train_step` and `test_step` on torch
 
+# All that they use in Keras 3.13 to 3.16.
+_NAMES = """
+_call_has_training_arg _compute_loss _loss_tracker all apply autograd backward
+compute_metrics data_adapter_utils ddp_model detach flatten grad isinstance iter
+jit_compile len next no_grad optimizer requires_grad run_eagerly scale_loss shape Tensor
+torch trainable_weights tree unpack_x_y_sample_weight update_state value warn warnings
+zero_grad
+"""
+_STEP_NAMES = frozenset(_NAMES.split())
+
+
+def is_known_step(step: Callable) -> bool:
+    """Return True if `compute_loss` and `update_metrics` do all of Keras's step."""
+    # A Keras whose step does more has its forward pass compiled alone.
+    return _STEP_NAMES.issuperset(step.__code__.co_names)
+
 
 def compute_loss(
     model: Any, x: Any, y: Any, sample_weight: Any, training: bool

@@ -325,6 +325,23 @@ def test_uncompiled_loss_falls_back_to_forward_pass(branches, two, told):
         assert "with loss and metrics" in line and "without" not in line
 
 
+def test_other_step_of_keras_is_called(two, told, monkeypatch):
+    """As of a later Keras, whose step does more than the graph would."""
+    keras_step, called = keras.Model.train_step, []
+
+    def train_step(self, data):
+        called.append(data)
+        return keras_step(self, data)
+
+    monkeypatch.setattr(keras.Model, "train_step", train_step)
+    with two.scope():
+        model = sequential()
+        model.compile("sgd", "mse", jit_compile=True)
+    model.fit(X[:12], Y[:12], batch_size=4, verbose=0)
+    assert len(called) >= 3 * 2  # each replica in each step
+    assert "the forward pass of 'sequential" in told()[0]
+
+
 def test_changed_attributes_are_compiled_again(two, told):
     class Scales(layers.Layer):
         factor = 2.0

@@ -14,7 +14,7 @@ MLP = dataclasses.replace(CASES[0], batch=4)
 
 
 def figures(strategy: ks.Strategy, loop: str) -> Figures:
-    """The figures of "fit", "compiled fit", or of a loop with `strategy.run`."""
+    """Return the figures of "fit", "compiled fit" or a loop with `strategy.run`."""
     if loop == "run":
         return figures_of(*run_loop_of(strategy, MLP))
     with strategy.scope():
@@ -25,6 +25,6 @@ def figures(strategy: ks.Strategy, loop: str) -> Figures:
 def figures_of_a_worker(
     loops: Sequence[str], virtual_replicas: int | None = None
 ) -> list[dict]:
-    """Those of each loop in one of several processes, as dicts."""
+    """Return the figures of each loop, as dicts, in one of several processes."""
     strategy = ks.MultiWorkerMirroredStrategy(virtual_replicas=virtual_replicas)
     return [dataclasses.asdict(figures(strategy, loop)) for loop in loops]

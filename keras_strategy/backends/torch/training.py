@@ -19,6 +19,7 @@ from keras_strategy.audit.verify import FirstStepAudit
 from keras_strategy.backends.torch.compilation import CompiledModel
 from keras_strategy.core.step_state import LocalRows, RowRange
 from keras_strategy.keras_patches.layers import all_layers
+from keras_strategy.keras_patches.losses_metrics import is_known_step
 from keras_strategy.keras_patches.trainer import build_compiled_metrics, reads_logs
 from keras_strategy.training import train_step as rules
 from keras_strategy.training.row_weights import local_bounds
@@ -66,7 +67,8 @@ class BatchFunction:
                     "torch: a compiled graph cannot gather weights. Omit it in "
                     f"`compile` of the model '{model.name}', or use shard='optimizer'."
                 )
-            training = kind == "train" if self._returns_metrics else None
+            is_known = self._returns_metrics and is_known_step(step)
+            training = kind == "train" if is_known else None
             self._compiled = CompiledModel(model, strategy, training)
             step = self._compiled.step or step
         self._weighted_step = rules.make_weighted_step(
