@@ -124,6 +124,18 @@ def _dropping(
     )
 
 
+def _steps_per_execution(backend: str, name: str, ours: str, single: str) -> Comparison:
+    return Comparison(
+        backend,
+        f"{name}, steps_per_execution=8",
+        "one step per execution",
+        (ours, single),
+        None,
+        cases=(MLP,),
+        both_ours=True,
+    )
+
+
 JAX = (
     *_one_device("jax"),
     Comparison(
@@ -166,6 +178,15 @@ JAX = (
         0.9,
         cases=(MLP,),
     ),
+    Comparison(
+        "jax",
+        "fit, steps_per_execution=8",
+        "keras.distribution.DataParallel, the same",
+        ("ours:mirrored_fit_of_8", "jax_peers:keras_data_parallel_of_8"),
+        None,
+        cases=(MLP,),
+    ),
+    _steps_per_execution("jax", "fit", "ours:mirrored_fit_of_8", "ours:mirrored_fit"),
     Comparison(
         "jax",
         "fit, 2 processes",
@@ -244,6 +265,24 @@ TORCH = (
         None,
         workers=2,
         cases=(MLP, CNN),
+    ),
+    Comparison(
+        "torch",
+        "fit compiled by Inductor, 2 processes",
+        "nn.Module under DDP, compiled",
+        ("torch_ours:workers_fit_by_inductor", "torch_peers:compiled_torch_under_ddp"),
+        None,
+        workers=2,
+        cases=(MLP,),
+    ),
+    Comparison(
+        "torch",
+        "fit compiled, MirroredStrategy",
+        "plain Keras, compiled",
+        ("torch_ours:one_replica_compiled_fit", "programs:plain_compiled_fit"),
+        None,
+        replicas=1,
+        cases=(MLP, TRANSFORMER),
     ),
     Comparison(
         "torch",
@@ -331,6 +370,12 @@ TENSORFLOW = (
         1.0,
         workers=2,
         cases=(MLP,),
+    ),
+    _steps_per_execution(
+        "tensorflow",
+        "steps of fit",
+        "tensorflow_ours:steps_of_fit_of_8",
+        "tensorflow_ours:steps_of_fit",
     ),
     _batch_statistics(
         "tensorflow",

@@ -20,9 +20,14 @@ from benchmarks.programs import Train
 BATCHES = 16
 
 
-def keras_data_parallel(case: Case) -> Train:
+def keras_data_parallel(case: Case, steps_per_execution: int = 1) -> Train:
     """Keras's own fit on all devices, without anything of ours."""
-    return _fit_under(keras.distribution.DataParallel(), case)
+    distribution = keras.distribution.DataParallel()
+    return _fit_under(distribution, case, steps_per_execution=steps_per_execution)
+
+
+def keras_data_parallel_of_8(case: Case) -> Train:
+    return keras_data_parallel(case, 8)
 
 
 def data_parallel_of_workers(case: Case) -> Train:
@@ -39,10 +44,11 @@ def _fit_under(
     case: Case,
     rank: int = 0,
     ranks: int = 1,
+    steps_per_execution: int = 1,
 ) -> Train:
     keras.utils.set_random_seed(0)
     with distribution.scope():
-        model = case.compiled()
+        model = case.compiled(steps_per_execution)
 
     def train(steps: int) -> None:
         x, y = (rows[rank::ranks] for rows in case.rows(steps * case.batch))

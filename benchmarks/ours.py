@@ -38,6 +38,7 @@ def mirrored_fit_drawing_own(case: Case) -> Train:
 
 
 def mirrored_fit_of_8(case: Case) -> Train:
+    """`fit` with `steps_per_execution=8`."""
     return fit_in_scope(ks.MirroredStrategy(), case, 8)
 
 

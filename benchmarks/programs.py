@@ -20,7 +20,11 @@ def fit(model: keras.Model, case: Case) -> Train:
     return train
 
 
-def plain_fit(case: Case) -> Train:
+def plain_fit(case: Case, jit_compile: bool | str = "auto") -> Train:
     """Keras as it is, on one device."""
     keras.utils.set_random_seed(0)
-    return fit(case.compiled(), case)
+    return fit(case.compiled(jit_compile=jit_compile), case)
+
+
+def plain_compiled_fit(case: Case) -> Train:
+    return plain_fit(case, jit_compile=True)

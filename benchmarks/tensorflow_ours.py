@@ -10,6 +10,10 @@ def steps_of_fit(case: Case) -> Train:
     return tensorflow_peers.steps_of_fit(case, ks.MirroredStrategy())
 
 
+def steps_of_fit_of_8(case: Case) -> Train:
+    return tensorflow_peers.steps_of_fit(case, ks.MirroredStrategy(), 8)
+
+
 def steps_of_fit_of_global_statistics(case: Case) -> Train:
     strategy = ks.MirroredStrategy(batch_statistics="global")
     return tensorflow_peers.steps_of_fit(case, strategy)

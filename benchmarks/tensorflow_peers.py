@@ -39,7 +39,7 @@ class _Steps(keras.callbacks.Callback):
         if self._left == 0:
             self._done.release()
             self._go_on.acquire()
-        self._left -= 1
+        self._left -= min(self._left, self.model.steps_per_execution)
 
     def start(self, model: keras.Model, data: tf.data.Dataset) -> None:
         def fit():
@@ -63,7 +63,7 @@ class _Steps(keras.callbacks.Callback):
             raise self._error
 
 
-def steps_of_fit(case: Case, strategy: Any) -> Train:
+def steps_of_fit(case: Case, strategy: Any, steps_per_execution: int = 1) -> Train:
     """Yield the steps of one endless `model.fit`, without its start.
 
     On a native strategy, where it makes three distributed iterators, that is as long as
@@ -72,10 +72,11 @@ def steps_of_fit(case: Case, strategy: Any) -> Train:
     Args:
         case: The model, its data and its batch size.
         strategy: Ours, or a native one.
+        steps_per_execution: The argument of `compile`.
     """
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = case.compiled()
+        model = case.compiled(steps_per_execution)
     x, y = case.rows(8 * case.batch)
     # As of arrays, whose batches have no fixed number of rows for Keras.
     data = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(case.batch)

@@ -1,5 +1,7 @@
 """Our loops on the torch backend."""
 
+import os
+
 import keras
 import numpy as np
 
@@ -17,9 +19,23 @@ def workers_fit_during_backward(case: Case) -> Train:
 
 
 def workers_compiled_fit(case: Case) -> Train:
-    """`fit` with a forward pass that torch.compile has made a graph of."""
+    """`fit` with a graph of torch.compile."""
+    return _compiled_fit(ks.MultiWorkerMirroredStrategy(), case)
+
+
+def workers_fit_by_inductor(case: Case) -> Train:
+    """`fit` whose graph has kernels of torch.compile's own."""
+    os.environ["KERAS_STRATEGY_TORCH_COMPILE_BACKEND"] = "inductor"
+    return workers_compiled_fit(case)
+
+
+def one_replica_compiled_fit(case: Case) -> Train:
+    return _compiled_fit(ks.MirroredStrategy(["cpu:0"]), case)
+
+
+def _compiled_fit(strategy: ks.Strategy, case: Case) -> Train:
     keras.utils.set_random_seed(0)
-    with ks.MultiWorkerMirroredStrategy().scope():
+    with strategy.scope():
         return fit(case.compiled(jit_compile=True), case)
 
 

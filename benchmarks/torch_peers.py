@@ -70,14 +70,24 @@ def _keras_under_ddp(
 
 def torch_under_ddp(case: Case) -> Train:
     """Train torch's own layers and optimizer, without the cost of Keras."""
+    return _torch_under_ddp(case, lambda function: function)
+
+
+def compiled_torch_under_ddp(case: Case) -> Train:
+    """Train torch's own layers, whose kernels torch.compile makes."""
+    return _torch_under_ddp(case, torch.compile)
+
+
+def _torch_under_ddp(case: Case, compiled: Callable[[Any], Any]) -> Train:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     ddp = DistributedDataParallel(_TORCH[case.name](), gradient_as_bucket_view=True)
+    forward = compiled(ddp)
     adam = torch.optim.Adam(ddp.parameters(), 1e-3, eps=1e-7, fused=True)
     sums = torch.zeros(3)
 
     def step(x, y):
-        logits = ddp(x)
+        logits = forward(x)
         value = functional.cross_entropy(logits, y)
         adam.zero_grad()
         value.backward()
