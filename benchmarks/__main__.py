@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import importlib.util
 import itertools
 import json
 import os
@@ -22,6 +23,8 @@ from benchmarks.sides import starter_for
 
 # That a row is measured, at most.
 ATTEMPTS = 3
+# Not imported, because it would import a backend.
+_KERAS = Path(importlib.util.find_spec("keras").origin).parent
 
 
 def main() -> int:
@@ -118,7 +121,9 @@ def wanted(
         )
         for comparison in COMPARISONS
         for case in comparison.cases
-        if comparison.backend in backends and (comparison.aim is not None or not aims)
+        if comparison.backend in backends
+        and (comparison.aim is not None or not aims)
+        and (_KERAS / comparison.needs).exists()
     }
     return {key: name for key, name in names.items() if only in name}
 

@@ -36,6 +36,7 @@ class Comparison:
         both_ours: Whether the peer is a program of ours, too.
         min_steps: The steps of a long turn at least. The difference of two short turns
             is noise if a call varies by more than a step takes.
+        needs: A file of Keras that the peer needs, and not every version has.
     """
 
     backend: str
@@ -49,6 +50,7 @@ class Comparison:
     catalog: str = "cases"
     both_ours: bool = False
     min_steps: int = 8
+    needs: str = ""
 
     @property
     def devices(self) -> int:
@@ -142,7 +144,7 @@ JAX = (
         "jax",
         "fit, MirroredStrategy",
         "keras.distribution.DataParallel",
-        ("ours:mirrored_fit", "jax_peers:keras_data_parallel"),
+        ("ours:mirrored_fit", "programs:keras_data_parallel"),
         1.0,
         cases=(MLP, TRANSFORMER, EMBEDDING),
     ),
@@ -182,7 +184,7 @@ JAX = (
         "jax",
         "fit, steps_per_execution=8",
         "keras.distribution.DataParallel, the same",
-        ("ours:mirrored_fit_of_8", "jax_peers:keras_data_parallel_of_8"),
+        ("ours:mirrored_fit_of_8", "programs:keras_data_parallel_of_8"),
         None,
         cases=(MLP,),
     ),
@@ -191,7 +193,7 @@ JAX = (
         "jax",
         "fit, 2 processes",
         "keras.distribution.DataParallel",
-        ("ours:workers_fit", "jax_peers:data_parallel_of_workers"),
+        ("ours:workers_fit", "programs:data_parallel_of_workers"),
         None,
         workers=2,
         cases=(MLP,),
@@ -203,6 +205,21 @@ JAX = (
         "jax", "run", "jax_ours:run_loop_of_global_statistics", "jax_ours:run_loop"
     ),
 )
+
+
+def _beside_keras(name: str, ours: str, peer: str) -> Comparison:
+    """Compare workers on torch with those of Keras 3.16."""
+    return Comparison(
+        "torch",
+        f"{name}, 2 processes",
+        f"keras.distribution.DataParallel{name.removeprefix('fit').replace(' ', ', ')}",
+        (ours, f"programs:{peer}"),
+        None,
+        workers=2,
+        cases=(MLP, TRANSFORMER),
+        needs="src/backend/torch/distribution_lib.py",
+    )
+
 
 TORCH = (
     *_one_device("torch"),
@@ -277,12 +294,26 @@ TORCH = (
     ),
     Comparison(
         "torch",
+        "fit compiled, 2 replicas",
+        "plain Keras",
+        ("torch_ours:mirrored_compiled_fit", PLAIN),
+        None,
+        cases=(MLP, LARGE_MLP, TRANSFORMER),
+    ),
+    Comparison(
+        "torch",
         "fit compiled, MirroredStrategy",
         "plain Keras, compiled",
         ("torch_ours:one_replica_compiled_fit", "programs:plain_compiled_fit"),
         None,
         replicas=1,
         cases=(MLP, TRANSFORMER),
+    ),
+    _beside_keras("fit", "ours:workers_fit", "data_parallel_of_workers"),
+    _beside_keras(
+        "fit compiled",
+        "torch_ours:workers_compiled_fit",
+        "compiled_data_parallel_of_workers",
     ),
     Comparison(
         "torch",

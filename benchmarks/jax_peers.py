@@ -1,11 +1,10 @@
-"""Peers of the jax backend: Keras's DataParallel, and a loop written by hand.
+"""Peer of the jax backend: a loop written by hand.
 
-The loop is what an expert of JAX would write: one jitted function of all state, which
-is donated, over a mesh; the compiler puts the collectives.
+It is what an expert of JAX would write: one jitted function of all state, which is
+donated, over a mesh; the compiler puts the collectives.
 """
 
 import itertools
-import os
 from typing import Any
 
 import jax
@@ -18,44 +17,6 @@ from benchmarks.programs import Train
 
 # Of one epoch; both programs go round them.
 BATCHES = 16
-
-
-def keras_data_parallel(case: Case, steps_per_execution: int = 1) -> Train:
-    """Keras's own fit on all devices, without anything of ours."""
-    distribution = keras.distribution.DataParallel()
-    return _fit_under(distribution, case, steps_per_execution=steps_per_execution)
-
-
-def keras_data_parallel_of_8(case: Case) -> Train:
-    return keras_data_parallel(case, 8)
-
-
-def data_parallel_of_workers(case: Case) -> Train:
-    """Train in one of several processes, each of which passes its rows to `fit`."""
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    keras.distribution.initialize(address, ranks, rank)
-    distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
-    return _fit_under(distribution, case, rank, ranks)
-
-
-def _fit_under(
-    distribution: keras.distribution.DataParallel,
-    case: Case,
-    rank: int = 0,
-    ranks: int = 1,
-    steps_per_execution: int = 1,
-) -> Train:
-    keras.utils.set_random_seed(0)
-    with distribution.scope():
-        model = case.compiled(steps_per_execution)
-
-    def train(steps: int) -> None:
-        x, y = (rows[rank::ranks] for rows in case.rows(steps * case.batch))
-        with distribution.scope():
-            model.fit(x, y, batch_size=case.batch // ranks, verbose=0)
-
-    return train
 
 
 def batches(case: Case) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -28,6 +28,7 @@ IN_SHORT = (
     ("`fit`, two devices", "jax", r"fit, MirroredStrategy", "keras.distribution"),
     ("`fit`, two devices", "tensorflow", r"steps of fit, .*", "Keras on tf.distribute"),
     ("`fit`, two processes", "torch", r"fit, 2 processes", "Keras under DDP"),
+    ("`fit` compiled, two processes", "torch", r"fit compiled, .*", "Keras under DDP"),
     ("`fit`, two processes", "jax", r"fit, 2 processes", "keras.distribution"),
     ("`fit`, two replicas in turns", "torch", r"fit, 2 replicas", "plain Keras"),
     ("loops of `run`", "jax", r"run.*", "jax.jit over a mesh"),

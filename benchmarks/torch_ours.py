@@ -33,6 +33,10 @@ def one_replica_compiled_fit(case: Case) -> Train:
     return _compiled_fit(ks.MirroredStrategy(["cpu:0"]), case)
 
 
+def mirrored_compiled_fit(case: Case) -> Train:
+    return _compiled_fit(ks.MirroredStrategy(), case)
+
+
 def _compiled_fit(strategy: ks.Strategy, case: Case) -> Train:
     keras.utils.set_random_seed(0)
     with strategy.scope():

@@ -10,11 +10,13 @@ import math
 import pathlib
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 from xml.sax.saxutils import escape
 
 from benchmarks.scaling.published import ANCHORS, ETHERNET_25
 
-IMAGES = pathlib.Path(__file__).parents[1] / "docs" / "images"
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+IMAGES = BENCHMARKS.parent / "docs" / "images"
 
 PROGRAM, DATA, DEVICE, RESULT = "#283593", "#00695c", "#4527a0", "#9e3d00"
 GREY = "#808a95"
@@ -360,17 +362,8 @@ def scaling() -> str:
         "without overlap and with it, and what Horovod measured on 512",
     )
     devices = [2**i for i in range(10)]
-
-    def at(number, efficiency):
-        return 80 + 640 * math.log2(number) / 9, 340 - 270 * efficiency
-
-    for percent in range(0, 101, 20):
-        (left, y), (right, _) = at(1, percent / 100), at(512, percent / 100)
-        drawing.line([(left, y), (right, y)], GREY, width=0.4)
-        drawing.words(left - 10, y + 5, f"{percent} %", anchor="end")
-    for number in devices:
-        drawing.words(at(number, 0)[0], 362, str(number))
-    drawing.words(400, 388, "GPUs (P100, 25 Gbit/s between servers of four)")
+    what = "GPUs (P100, 25 Gbit/s between servers of four)"
+    at = _efficiency_axes(drawing, devices, what)
     for number, anchor in enumerate(ANCHORS):
         colour = list(LINES.values())[number]
         for overlap, dash in ((0, ""), (2 / 3, DASHES[1])):
@@ -384,7 +377,53 @@ def scaling() -> str:
     return drawing.text()
 
 
-DRAWINGS = {"idea": idea, "layers": layers, "calls": calls, "scaling": scaling}
+def links() -> str:
+    """Draw the measured efficiency of 1 to 8 workers on links of a known rate."""
+    drawing = Drawing(
+        760,
+        400,
+        "Efficiency of 1, 2, 4 and 8 workers on links of 10 Gbit/s, 1 Gbit/s and "
+        "100 Mbit/s: fit, DistributedDataParallel by hand, and the prediction",
+    )
+    at = _efficiency_axes(drawing, [1, 2, 4, 8], "workers, each with its own rows")
+    measured = json.loads((BENCHMARKS / "network" / "links.json").read_text())
+    for number, (link, colour) in enumerate(zip(measured, LINES.values(), strict=True)):
+        steps = link["steps"]
+        for key, dash in ("fit", DASHES[0]), ("DDP", DASHES[1]):
+            points = [at(s["workers"], steps[0][key] / s[key]) for s in steps]
+            drawing.line(points, colour, dash)
+        for step in steps[1:]:
+            efficiency = steps[0]["predicted"] / step["predicted"]
+            drawing.point(*at(step["workers"], efficiency), colour)
+        drawing.box(80 + 130 * number, 6, 120, 26, colour, link["link"])
+    drawing.words(740, 24, "solid: fit; dashed: DDP; dots: predicted", anchor="end")
+    return drawing.text()
+
+
+def _efficiency_axes(drawing: Drawing, numbers: Sequence[int], what: str) -> Any:
+    """Draw the axes; return the function that gives the place of an efficiency."""
+    last = math.log2(numbers[-1])
+
+    def at(number, efficiency):
+        return 80 + 640 * math.log2(number) / last, 340 - 270 * efficiency
+
+    for percent in range(0, 101, 20):
+        (left, y), (right, _) = (at(n, percent / 100) for n in (1, numbers[-1]))
+        drawing.line([(left, y), (right, y)], GREY, width=0.4)
+        drawing.words(left - 10, y + 5, f"{percent} %", anchor="end")
+    for number in numbers:
+        drawing.words(at(number, 0)[0], 362, str(number))
+    drawing.words(400, 388, what)
+    return at
+
+
+DRAWINGS = {
+    "idea": idea,
+    "layers": layers,
+    "calls": calls,
+    "scaling": scaling,
+    "links": links,
+}
 for _path in sorted(IMAGES.glob("gallery/*.json")):
     DRAWINGS[f"gallery/{_path.stem}"] = functools.partial(card, _path)
 

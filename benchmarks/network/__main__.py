@@ -26,7 +26,7 @@ LINKS = {
 }
 PEERS = {
     "torch": "torch_peers:torch_under_ddp",
-    "jax": "jax_peers:data_parallel_of_workers",
+    "jax": "programs:data_parallel_of_workers",
     "tensorflow": "tensorflow_peers:native_loop_of_workers",
 }
 OURS = {
