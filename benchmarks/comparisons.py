@@ -36,7 +36,7 @@ class Comparison:
         both_ours: Whether the peer is a program of ours, too.
         min_steps: The steps of a long turn at least. The difference of two short turns
             is noise if a call varies by more than a step takes.
-        needs: A file of Keras that the peer needs, and not every version has.
+        needs: A file of the Keras versions that can run both programs.
     """
 
     backend: str
@@ -63,6 +63,9 @@ PLAIN = "programs:plain_fit"
 BY_HAND = "jax.jit over a mesh, by hand"
 DDP = "Keras under DDP"
 NATIVE = "tf.distribute.MirroredStrategy"
+DATA_PARALLEL = "keras.distribution.DataParallel"
+# With `DataParallel` and `steps_per_execution` on torch.
+KERAS_3_16 = "src/backend/torch/distribution_lib.py"
 ONE_DEVICE_SUM = f"{NATIVE}, ReductionToOneDevice"
 
 
@@ -126,7 +129,9 @@ def _dropping(
     )
 
 
-def _steps_per_execution(backend: str, name: str, ours: str, single: str) -> Comparison:
+def _steps_per_execution(
+    backend: str, name: str, ours: str, single: str, needs: str = ""
+) -> Comparison:
     return Comparison(
         backend,
         f"{name}, steps_per_execution=8",
@@ -135,6 +140,7 @@ def _steps_per_execution(backend: str, name: str, ours: str, single: str) -> Com
         None,
         cases=(MLP,),
         both_ours=True,
+        needs=needs,
     )
 
 
@@ -143,7 +149,7 @@ JAX = (
     Comparison(
         "jax",
         "fit, MirroredStrategy",
-        "keras.distribution.DataParallel",
+        DATA_PARALLEL,
         ("ours:mirrored_fit", "programs:keras_data_parallel"),
         1.0,
         cases=(MLP, TRANSFORMER, EMBEDDING),
@@ -183,7 +189,7 @@ JAX = (
     Comparison(
         "jax",
         "fit, steps_per_execution=8",
-        "keras.distribution.DataParallel, the same",
+        f"{DATA_PARALLEL}, steps_per_execution=8",
         ("ours:mirrored_fit_of_8", "programs:keras_data_parallel_of_8"),
         None,
         cases=(MLP,),
@@ -192,7 +198,7 @@ JAX = (
     Comparison(
         "jax",
         "fit, 2 processes",
-        "keras.distribution.DataParallel",
+        DATA_PARALLEL,
         ("ours:workers_fit", "programs:data_parallel_of_workers"),
         None,
         workers=2,
@@ -207,17 +213,17 @@ JAX = (
 )
 
 
-def _beside_keras(name: str, ours: str, peer: str) -> Comparison:
-    """Compare workers on torch with those of Keras 3.16."""
+def _beside_keras(name: str, peer: str, programs: tuple[str, str]) -> Comparison:
+    """Compare workers on torch with those of Keras itself."""
     return Comparison(
         "torch",
         f"{name}, 2 processes",
-        f"keras.distribution.DataParallel{name.removeprefix('fit').replace(' ', ', ')}",
-        (ours, f"programs:{peer}"),
+        peer,
+        programs,
         None,
         workers=2,
         cases=(MLP, TRANSFORMER),
-        needs="src/backend/torch/distribution_lib.py",
+        needs=KERAS_3_16,
     )
 
 
@@ -309,11 +315,21 @@ TORCH = (
         replicas=1,
         cases=(MLP, TRANSFORMER),
     ),
-    _beside_keras("fit", "ours:workers_fit", "data_parallel_of_workers"),
+    _beside_keras(
+        "fit",
+        DATA_PARALLEL,
+        ("ours:workers_fit", "programs:data_parallel_of_workers"),
+    ),
     _beside_keras(
         "fit compiled",
-        "torch_ours:workers_compiled_fit",
-        "compiled_data_parallel_of_workers",
+        f"{DATA_PARALLEL}, compiled",
+        (
+            "torch_ours:workers_compiled_fit",
+            "programs:compiled_data_parallel_of_workers",
+        ),
+    ),
+    _steps_per_execution(
+        "torch", "fit", "ours:mirrored_fit_of_8", "ours:mirrored_fit", KERAS_3_16
     ),
     Comparison(
         "torch",

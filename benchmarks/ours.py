@@ -1,5 +1,7 @@
 """Our programs that are the same on every backend."""
 
+from collections.abc import Sequence
+
 import keras
 
 import keras_strategy as ks
@@ -8,11 +10,15 @@ from benchmarks.programs import Train, fit
 
 
 def fit_in_scope(
-    strategy: ks.Strategy, case: Case, steps_per_execution: int = 1
+    strategy: ks.Strategy,
+    case: Case,
+    steps_per_execution: int = 1,
+    jit_compile: bool | str = "auto",
+    callbacks: Sequence[keras.callbacks.Callback] = (),
 ) -> Train:
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        return fit(case.compiled(steps_per_execution), case)
+        return fit(case.compiled(steps_per_execution, jit_compile), case, callbacks)
 
 
 def one_device_fit(case: Case) -> Train:

@@ -1,7 +1,7 @@
 """`fit` of both sides and of Keras alone; nothing here imports `keras_strategy`."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 
@@ -11,12 +11,16 @@ from benchmarks.cases import Case
 Train = Callable[[int], None]
 
 
-def fit(model: keras.Model, case: Case) -> Train:
+def fit(
+    model: keras.Model,
+    case: Case,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
+) -> Train:
     """`model.fit` of one epoch of so many steps."""
 
     def train(steps: int) -> None:
         x, y = case.rows(steps * case.batch)
-        model.fit(x, y, batch_size=case.batch, verbose=0)
+        model.fit(x, y, batch_size=case.batch, verbose=0, callbacks=list(callbacks))
 
     return train
 

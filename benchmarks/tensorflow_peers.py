@@ -36,10 +36,10 @@ class _Steps(keras.callbacks.Callback):
         self._error: BaseException | None = None
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._left == 0:
+        while self._left <= 0:
             self._done.release()
             self._go_on.acquire()
-        self._left -= min(self._left, self.model.steps_per_execution)
+        self._left -= self.model.steps_per_execution  # the rest counts in the next turn
 
     def start(self, model: keras.Model, data: tf.data.Dataset) -> None:
         def fit():
@@ -53,7 +53,7 @@ class _Steps(keras.callbacks.Callback):
         self._wait()
 
     def train(self, steps: int) -> None:
-        self._left = steps
+        self._left += steps
         self._go_on.release()
         self._wait()
 

@@ -8,7 +8,7 @@ import numpy as np
 import keras_strategy as ks
 from benchmarks.cases import Case, optimizer
 from benchmarks.ours import fit_in_scope
-from benchmarks.programs import Train, fit
+from benchmarks.programs import Train
 
 
 def workers_fit_during_backward(case: Case) -> Train:
@@ -20,7 +20,7 @@ def workers_fit_during_backward(case: Case) -> Train:
 
 def workers_compiled_fit(case: Case) -> Train:
     """`fit` with a graph of torch.compile."""
-    return _compiled_fit(ks.MultiWorkerMirroredStrategy(), case)
+    return fit_in_scope(ks.MultiWorkerMirroredStrategy(), case, jit_compile=True)
 
 
 def workers_fit_by_inductor(case: Case) -> Train:
@@ -30,17 +30,11 @@ def workers_fit_by_inductor(case: Case) -> Train:
 
 
 def one_replica_compiled_fit(case: Case) -> Train:
-    return _compiled_fit(ks.MirroredStrategy(["cpu:0"]), case)
+    return fit_in_scope(ks.MirroredStrategy(["cpu:0"]), case, jit_compile=True)
 
 
 def mirrored_compiled_fit(case: Case) -> Train:
-    return _compiled_fit(ks.MirroredStrategy(), case)
-
-
-def _compiled_fit(strategy: ks.Strategy, case: Case) -> Train:
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        return fit(case.compiled(jit_compile=True), case)
+    return fit_in_scope(ks.MirroredStrategy(), case, jit_compile=True)
 
 
 def workers_run_loop(case: Case) -> Train:

@@ -5,6 +5,7 @@ drawing is read on a light page and on a dark one.
 """
 
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -386,16 +387,17 @@ def links() -> str:
         "100 Mbit/s: fit, DistributedDataParallel by hand, and the prediction",
     )
     at = _efficiency_axes(drawing, [1, 2, 4, 8], "workers, each with its own rows")
-    measured = json.loads((BENCHMARKS / "network" / "links.json").read_text())
-    for number, (link, colour) in enumerate(zip(measured, LINES.values(), strict=True)):
-        steps = link["steps"]
-        for key, dash in ("fit", DASHES[0]), ("DDP", DASHES[1]):
+    rows = json.loads((BENCHMARKS / "network" / "links.json").read_text())
+    measured = itertools.groupby(rows, lambda row: row["link"])
+    for number, (link, found) in enumerate(measured):
+        steps, colour = list(found), list(LINES.values())[number]
+        for key, dash in ("ours", DASHES[0]), ("DDP", DASHES[1]):
             points = [at(s["workers"], steps[0][key] / s[key]) for s in steps]
             drawing.line(points, colour, dash)
         for step in steps[1:]:
             efficiency = steps[0]["predicted"] / step["predicted"]
             drawing.point(*at(step["workers"], efficiency), colour)
-        drawing.box(80 + 130 * number, 6, 120, 26, colour, link["link"])
+        drawing.box(80 + 130 * number, 6, 120, 26, colour, link)
     drawing.words(740, 24, "solid: fit; dashed: DDP; dots: predicted", anchor="end")
     return drawing.text()
 

@@ -8,6 +8,7 @@ import keras
 
 import keras_strategy as ks
 from benchmarks.cases import CASES, Case
+from benchmarks.ours import fit_in_scope
 from benchmarks.programs import Train
 from benchmarks.scaling.worker import time_call
 from benchmarks.side import program_named
@@ -33,33 +34,16 @@ class Reader(keras.callbacks.Callback):
         self.loss = (logs or {})["loss"]
 
 
-def fit_with(
-    case: Case,
-    callbacks: Sequence[keras.callbacks.Callback] = (),
-    options: ks.experimental.CommunicationOptions | None = None,
-) -> Train:
-    """Train by `fit`, with callbacks and communication options."""
-    keras.utils.set_random_seed(0)
-    with ks.MultiWorkerMirroredStrategy(communication_options=options).scope():
-        model = case.compiled()
-
-    def train(steps: int) -> None:
-        x, y = case.rows(steps * case.batch)
-        model.fit(x, y, batch_size=case.batch, verbose=0, callbacks=list(callbacks))
-
-    return train
-
-
-def fit(case: Case) -> Train:
-    return fit_with(case)
+def fit(case: Case, callbacks: Sequence[keras.callbacks.Callback] = ()) -> Train:
+    return fit_in_scope(ks.MultiWorkerMirroredStrategy(), case, callbacks=callbacks)
 
 
 def fit_with_callback(case: Case) -> Train:
-    return fit_with(case, [Counter()])
+    return fit(case, [Counter()])
 
 
 def fit_with_reader(case: Case) -> Train:
-    return fit_with(case, [Reader()])
+    return fit(case, [Reader()])
 
 
 def join(machines: Sequence[Machine], is_peer: bool) -> None:

@@ -296,9 +296,8 @@ def test_optimizers_of_compiled_steps(optimizer, two, told):
         with two.scope():
             model = sequential()
             model.layers[0].kernel_regularizer = keras.regularizers.L2(0.1)
-            loss = keras.losses.MeanSquaredError(
-                reduction="sum"
-            )  # reads the row weight
+            # It reads the row weight.
+            loss = keras.losses.MeanSquaredError(reduction="sum")
             model.compile(optimizer(), loss, metrics=["mae"], jit_compile=jit_compile)
         found = []
         for rows in (13, 11):

@@ -51,3 +51,15 @@ def test_remeasured_rows_replace_old_ones(tmp_path, monkeypatch):
     (kept,) = pages.runs()
     ratios = {row["case"]: row["ratio"] for row in kept["rows"]}
     assert list(ratios.items()) == [("jax1", 0.9), ("jax2", 1.0), ("torch1", 1.1)]
+
+
+def test_scaling_page_has_the_rows_of_its_picture():
+    rows = json.loads((pages.ROOT / "benchmarks/network/links.json").read_text())
+    table = (pages.ROOT / "docs" / "scaling.md").read_text()
+    for row in rows:
+        alone = next(r for r in rows if r["link"] == row["link"])
+        cells = [
+            f"{row[key]:.3f} ({alone[key] / row[key]:.0%})".replace("%", " %")
+            for key in ("ours", "DDP", "predicted")
+        ]
+        assert f"| {' | '.join(cells)} |" in table
