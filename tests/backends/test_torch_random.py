@@ -53,10 +53,21 @@ class Always(layers.Dropout):
         return super().call(inputs, training=True)
 
 
-def predicted(strategy, dropout):
+class ByColumns(keras.layers.Layer):
+    """Keeps values, with those of a column next to each other in memory."""
+
+    def call(self, inputs):
+        return inputs.t().contiguous().t()
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, inputs.dtype)
+
+
+def predicted(strategy, dropout, before=()):
     keras.utils.set_random_seed(1)
     with scope(strategy):
-        model = keras.Sequential([keras.Input((700,)), Always(0.3, **dropout)])
+        layers = [keras.Input((700,)), *[make() for make in before]]
+        model = keras.Sequential([*layers, Always(0.3, **dropout)])
     x = np.random.default_rng(0).normal(size=(61, 700)).astype("float32")
     return model.predict(x, batch_size=48, verbose=0), float(torch.rand(()))
 
@@ -74,16 +85,19 @@ def test_dropout_has_bits_of_one_device(dropout, has_bits, two, monkeypatch):
     assert after_one == after_many and 0.5 < np.mean(one != 0) < 0.9
 
 
+OF_WORKERS = [({},), ({"seed": 3},), ({}, [ByColumns])]
+
+
 def job():
     strategy = ks.MultiWorkerMirroredStrategy()
-    return [predicted(strategy, dropout) for dropout in ({}, {"seed": 3})]
+    return [predicted(strategy, *arguments) for arguments in OF_WORKERS]
 
 
 def test_dropout_of_workers_has_bits_of_one_device(starter):
     with WorkerRunner(2, timeout_seconds=120, starter=starter) as runner:
         results = runner.run(job)
     for result in results:
-        for dropout, (found, after) in zip(({}, {"seed": 3}), result, strict=True):
-            one, after_one = predicted(None, dropout)
+        for arguments, (found, after) in zip(OF_WORKERS, result, strict=True):
+            one, after_one = predicted(None, *arguments)
             np.testing.assert_array_equal(one, found)
             assert after == after_one
