@@ -372,7 +372,7 @@ def scaling() -> str:
             points = [at(n, step.efficiency(n, ETHERNET_25)) for n in devices]
             drawing.line(points, colour, dash)
         drawing.point(*at(anchor.devices, anchor.efficiency), colour)
-        drawing.box(80 + 130 * number, 6, 120, 26, colour, anchor.model)
+        drawing.box(80 + 110 * number, 6, 104, 26, colour, anchor.model)
     told = "solid: no overlap; dashed: overlap; dots: measured"
     drawing.words(740, 24, told, anchor="end")
     return drawing.text()
@@ -397,7 +397,7 @@ def links() -> str:
         for step in steps[1:]:
             efficiency = steps[0]["predicted"] / step["predicted"]
             drawing.point(*at(step["workers"], efficiency), colour)
-        drawing.box(80 + 130 * number, 6, 120, 26, colour, link)
+        drawing.box(80 + 110 * number, 6, 104, 26, colour, link)
     drawing.words(740, 24, "solid: fit; dashed: DDP; dots: predicted", anchor="end")
     return drawing.text()
 
