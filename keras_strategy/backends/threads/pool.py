@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from keras_strategy.core.step_state import APPLY
+
 _EXIT_TIMEOUT = 10.0  # seconds, for all threads together
 # How long an interrupted run waits for replicas outside of Python code, in seconds.
 _INTERRUPT_TIMEOUT = 3.0
@@ -111,11 +113,28 @@ class ReplicaStopped(RuntimeError):
     """Raised in a replica that waits for another one, which failed."""
 
 
+class KerasStep:
+    """A step of Keras's own, and how often its replicas exchange values."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self._fn = fn
+        # By the part of a run, once that ran in threads.
+        self.exchanges: dict[str, int] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        return self._fn(*args)
+
+
 class TurnScheduler:
     """Runs the replicas of one run in turns."""
 
     # A turn lasts until the replica ends or needs the others. When all have reached the
-    # same point, the first one combines their values into the result for all of them.
+    # same point, one of them combines their values into the result for all.
+    #
+    # Without an exchange the replicas run one after another in the calling thread. For
+    # an exchange the others have threads, unless it is the only one: then each runs
+    # inside the exchange of the one before. This is faster on a CPU, where each thread
+    # has a pool of threads for its arithmetic, which together outnumber the cores.
 
     def __init__(self, replicas: int):
         self._names = [""] * replicas
@@ -126,8 +145,6 @@ class TurnScheduler:
         self._gates = [threading.Lock() for _ in range(replicas)]
         for gate in self._gates:
             gate.acquire()
-        self._running = list(range(replicas))
-        self._current = 0
         self._lock = threading.Lock()  # of the current and the running replicas
         self._all_ended = threading.Lock()
         self._all_ended.acquire()
@@ -136,42 +153,90 @@ class TurnScheduler:
         # What the first replica drew, and how many others still have to take it.
         self.drawn: dict[Any, list[Any]] = {}
 
+    def begin(
+        self,
+        run_next: Callable[[], None],
+        start_threads: Callable[[], None],
+        has_one_exchange: bool,
+    ) -> None:
+        """Begin a call of all replicas, given two ways to run those after the first."""
+        self._run_next, self._start_threads = run_next, start_threads
+        self._has_one_exchange = has_one_exchange
+        self.has_threads = False
+        replicas = len(self._names)
+        self._names = [""] * replicas
+        self.exchanges = [0] * replicas  # that each replica has begun
+        self._combined = 0  # exchanges
+        self._running = list(range(replicas))
+        self._current = 0
+
+    def forget_calls(self) -> None:
+        """Release the functions, which hold the results of the replicas."""
+        del self._run_next, self._start_threads
+
     def exchange(
         self, replica: int, name: str, value: Any, combine: Callable[[list[Any]], Any]
     ) -> Any:
         """End a replica's turn, and return the combination of all replicas' values."""
-        # The first replica calls `combine`, and all share its result. The name of the
-        # operation must be equal for all.
+        # All share the result of `combine`. The name of the operation must be equal.
         if len(self._values) == 1:
             return combine([value])
         self._names[replica], self._values[replica] = name, value
-        self._start_next(replica)
-        self.wait(replica, f"`{name}`")
-        if replica == 0:
-            if len(set(self._names)) > 1:
-                names = ", ".join(f"{i}: {name}" for i, name in enumerate(self._names))
-                raise RuntimeError(
-                    "All replicas must make the same calls in the same order. They are "
-                    f"in different ones ({names}). A collective, `optimizer.apply` or "
-                    "an assignment to an aggregated variable must not depend on the "
-                    "replica."
-                )
-            # Release the values before the replicas continue.
-            values, self._values = self._values, [None] * len(self._values)
-            self._result = combine(values)
+        self.exchanges[replica] += 1
+        nests = self._has_one_exchange and name.startswith(APPLY)
+        if not nests and self.exchanges[0] == 1 and replica == 0:
+            self.has_threads = True
+            self._start_threads()
+        if self.has_threads:
+            self._start_next(replica)
+            self.wait(replica, f"`{name}`")
+            if replica == 0:
+                self._combine(combine)
+        elif self.exchanges[replica] > 1:
+            raise RuntimeError(
+                f"This step calls `{name}` after `optimizer.apply`, and earlier ones "
+                "did not. All steps of `fit` must make the same calls: make this one "
+                "in every step."
+            )
+        elif replica + 1 < len(self._values) and self.exchanges[0]:
+            self._run_next()
+            if self.has_failed:
+                raise ReplicaStopped(f"another replica failed before `{name}`")
+        else:
+            self._combine(combine)
+        if self._combined < self.exchanges[replica]:
+            self._check_names()  # the replica that should have combined has ended
         return self._result
+
+    def _combine(self, combine: Callable[[list[Any]], Any]) -> None:
+        self._check_names()
+        # Release the values before the replicas continue.
+        values, self._values = self._values, [None] * len(self._values)
+        self._result = combine(values)
+        self._combined += 1
+
+    def _check_names(self) -> None:
+        if len(set(self._names)) > 1:
+            names = ", ".join(f"{i}: {name}" for i, name in enumerate(self._names))
+            raise RuntimeError(
+                "All replicas must make the same calls in the same order. They are "
+                f"in different ones ({names}). A collective, `optimizer.apply` or "
+                "an assignment to an aggregated variable must not depend on the "
+                "replica."
+            )
 
     def end(self, replica: int) -> None:
         """End a replica, which may have been interrupted in another one's turn."""
         with self._lock:
+            self._names[replica] = "the end of the function"
             self._running.remove(replica)
-            is_current = self._current == replica
-        if is_current:
+            is_next_due = self.has_threads and self._current == replica
+        if is_next_due:
             self._start_next(replica)
 
     def wait_for_all(self, seconds: float = -1) -> bool:
-        """Wait until all replicas have ended; return False after a timeout."""
-        return self._all_ended.acquire(timeout=seconds)
+        """Wait until all threads have ended; return False after a timeout."""
+        return not self.has_threads or self._all_ended.acquire(timeout=seconds)
 
     def wait(self, replica: int, before: str) -> None:
         self._gates[replica].acquire()
@@ -197,17 +262,21 @@ class ReplicaThreads:
         self._pool: Pool | None = None
 
     def call(
-        self, turns: TurnScheduler, calls: Sequence[Callable[[], Any]]
+        self,
+        turns: TurnScheduler,
+        calls: Sequence[Callable[[], Any]],
+        has_one_exchange: bool = False,
     ) -> list[Any]:
         """Make one call for each replica, in turns, and return the results."""
         # Raise the error of one of them when all have ended.
-        pool = self._pool = self._pool or Pool(self._names)
         results: list[Any] = [None] * len(calls)
         errors: list[BaseException | None] = [None] * len(calls)
+        begun = 0  # in the calling thread
+        pool = None
 
-        def run_replica(replica):
+        def run_replica(replica, in_thread=False):
             try:
-                if replica > 0:
+                if in_thread:
                     turns.wait(replica, "its first turn")
                 results[replica] = calls[replica]()
             except BaseException as error:
@@ -216,21 +285,36 @@ class ReplicaThreads:
             finally:
                 turns.end(replica)
 
-        pool.submit([functools.partial(run_replica, r) for r in range(1, len(calls))])
+        def run_next():
+            nonlocal begun
+            begun += 1
+            run_replica(begun - 1)
+
+        def start_threads():
+            nonlocal pool
+            pool = self._pool = self._pool or Pool(self._names)
+            others = range(1, len(calls))
+            pool.submit([functools.partial(run_replica, r, True) for r in others])
+
+        turns.begin(run_next, start_threads, has_one_exchange)
         try:
-            run_replica(0)
+            while begun < len(calls) and not (turns.has_threads or turns.has_failed):
+                run_next()
             if isinstance(errors[0], KeyboardInterrupt):
                 raise errors[0]
             turns.wait_for_all()
         except KeyboardInterrupt:
             turns.has_failed = True
             self._pool = None
-            _interrupt(pool.threads)
+            threads = [] if pool is None else pool.threads
+            _interrupt(threads)
             if not turns.wait_for_all(_INTERRUPT_TIMEOUT):
                 # They hang. The interpreter does not wait for them.
-                _threads[:] = [t for t in _threads if t not in pool.threads]
-            del pool  # ends its threads, although the traceback keeps this frame
+                _threads[:] = [t for t in _threads if t not in threads]
+            pool = None  # ends its threads, although the traceback keeps this frame
             raise
+        finally:
+            turns.forget_calls()
         raised = [error for error in errors if error is not None]
         if raised:
             causes = [e for e in raised if not isinstance(e, ReplicaStopped)]

@@ -20,7 +20,7 @@ from keras_strategy.backends.threads.patches import (
     keep_global_seed_generator,
 )
 from keras_strategy.backends.threads.patches_sharding import shard_adopted_slot
-from keras_strategy.backends.threads.pool import ReplicaThreads, TurnScheduler
+from keras_strategy.backends.threads.pool import KerasStep, ReplicaThreads, TurnScheduler
 from keras_strategy.backends.torch.collectives import TorchWorkers
 from keras_strategy.backends.torch.gradient_buckets import FlatBufferPool
 from keras_strategy.backends.torch.replica import (
@@ -56,6 +56,9 @@ from keras_strategy.values import (
     regroup,
     select_replica,
 )
+
+# Calls inside calls, since Python limits their depth.
+_MAX_NESTED = 8
 
 
 class TorchGroup(ComponentGroup):
@@ -224,45 +227,52 @@ class TorchGroup(ComponentGroup):
         # Replicas have this thread's settings.
         settings, gradients = copy_settings(), torch.is_grad_enabled()
 
-        def run_replica(replica, arguments):
+        @contextlib.contextmanager
+        def entered(replica):
             index = replica.index
-            device = self.torch_devices[index]
             with (
                 applied_settings(settings),
                 torch.set_grad_enabled(gradients),
                 self.device_scopes[index](),
-                keras.device(device),
+                keras.device(self.torch_devices[index]),
                 context.replica_scope(replica.context),
                 # The scope ends in the turn: layers then forget their losses.
                 attributes[index].in_turn(),
                 replica.scope,
             ):
-                local_args, local_kwargs = self.arrays_to_tensors(arguments)
-                result = functions[index](*local_args, **local_kwargs)
-                if replica.step.assigned:
-                    average_statistics(replica)
-                # No replica writes before all of them have reached this point.
-                outputs = replica.exchange(
-                    "the end of the function",
-                    result,
-                    lambda outputs: regroup(
-                        outputs,
-                        torch.is_tensor,
-                        always_distributed=True,
-                        join_variables=functools.partial(returned_variable, replicas),
-                    ),
-                )
-            replica.scope.commit()
-            return outputs
+                yield
 
-        calls = [
-            functools.partial(
-                run_replica, replica, select_replica((args, kwargs), index, count)
-            )
-            for index, replica in enumerate(replicas)
-        ]
+        def call_function(replica):
+            arguments = select_replica((args, kwargs), replica.index, count)
+            with entered(replica):
+                local_args, local_kwargs = self.arrays_to_tensors(arguments)
+                return functions[replica.index](*local_args, **local_kwargs)
+
+        def average(replica):
+            with entered(replica):
+                average_statistics(replica)
+
+        def call_each(part):
+            exchanges = fn.exchanges if isinstance(fn, KerasStep) else {}
+            nests = exchanges.get(part.__name__, 2) == 1 and count <= _MAX_NESTED
+            calls = [functools.partial(part, replica) for replica in replicas]
+            results = self._threads.call(turns, calls, nests)
+            if turns.has_threads:
+                exchanges[part.__name__] = turns.exchanges[0]
+            return results
+
         try:
-            outputs = self._threads.call(turns, calls)
+            outputs = call_each(call_function)
+            if any(replica.step.assigned for replica in replicas):
+                call_each(average)
+            outputs = regroup(
+                outputs,
+                torch.is_tensor,
+                always_distributed=True,
+                join_variables=functools.partial(returned_variable, replicas),
+            )
+            for replica in replicas:
+                replica.scope.commit()
             keep_global_seed_generator(turns.seed_generator)
         except BaseException as error:
             self._roll_back(error, replicas)
@@ -271,7 +281,7 @@ class TorchGroup(ComponentGroup):
             sums.clear()  # the replicas are part of a reference cycle
         self._attributes.commit(attributes)
         replicas[0].scope.record_versions()
-        return outputs[0]
+        return outputs
 
     def _roll_back(
         self, error: BaseException, replicas: Sequence[TorchReplica]

@@ -16,6 +16,7 @@ import torch
 from keras import tree
 
 from keras_strategy.audit.verify import FirstStepAudit
+from keras_strategy.backends.threads.pool import KerasStep
 from keras_strategy.backends.torch.compilation import CompiledModel
 from keras_strategy.core.step_state import LocalRows, RowRange
 from keras_strategy.keras_patches.layers import all_layers
@@ -78,6 +79,8 @@ class BatchFunction:
             _check,
             (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
         )
+        # Nothing of the user's follows `optimizer.apply`, except for metrics.
+        self._step = KerasStep(self._call) if self._returns_metrics else self._call
         self._may_lack_metrics = kind != "predict"
         self.expect_readers()
 
@@ -114,7 +117,7 @@ class BatchFunction:
         is_global = not (isinstance(batch, LocalRows) and batch.worker_rows)
         return self._join_predictions(outputs, weights, is_global)
 
-    def _step(self, local: "_LocalBatch") -> Any:
+    def _call(self, local: "_LocalBatch") -> Any:
         data = local.data
         if local.has_arrays:
             data = self._group.arrays_to_tensors(data)
