@@ -57,12 +57,13 @@ goes_on.set()
     assert ended.stdout.split() == ["1", "released", "released"]
 
 
-def ran(*programs):
+def ran(*programs, has_one_exchange=False):
     """What replicas do, in the order in which they do it.
 
     Args:
         *programs: For each replica the names of the collectives that it makes; a
             name that is an exception is raised.
+        has_one_exchange: What the caller knows of a collective by `optimizer.apply`.
     """
     turns = TurnScheduler(len(programs))
     seen = []
@@ -80,12 +81,28 @@ def ran(*programs):
 
     error = None
     try:
-        ReplicaThreads(["a", "b", "c"]).call(
-            turns, [replica(i) for i in range(len(programs))]
-        )
+        calls = [replica(i) for i in range(len(programs))]
+        ReplicaThreads("abc"[: len(calls)]).call(turns, calls, has_one_exchange)
     except Exception as raised:
         error = raised
     return seen, error
+
+
+def threads_of_replicas(collective=None, **options):
+    threads, turns = {}, TurnScheduler(3)
+
+    def make_call(replica):
+        def call():
+            if collective is not None:
+                turns.exchange(replica, collective, None, len)
+            threads[replica] = threading.current_thread()
+
+        return call
+
+    calls = [make_call(replica) for replica in range(3)]
+    ReplicaThreads("abc").call(turns, calls, **options)
+    is_here = [threads[i] is threading.current_thread() for i in range(3)]
+    return is_here, len(set(threads.values()))
 
 
 def test_replicas_take_turns_in_order():
@@ -93,14 +110,24 @@ def test_replicas_take_turns_in_order():
     assert ran(["x"], ["x"], ["x"]) == (expected, None)
 
 
-def test_first_replica_runs_in_calling_thread():
-    threads = []
+def test_replicas_with_one_exchange_run_inside_each_other():
+    names = ["optimizer.apply"]
+    seen, error = ran(names, names, names, has_one_exchange=True)
+    assert error is None
+    begun = [f"{i} optimizer.apply" for i in range(3)]
+    assert seen == [*begun, [0, 1, 2], "2 ends", "1 ends", "0 ends"]
 
-    def call():
-        threads.append(threading.current_thread())
 
-    ReplicaThreads(["a", "b"]).call(TurnScheduler(2), [call, call])
-    assert threads[0] is threading.current_thread() is not threads[1]
+def test_replicas_have_threads_for_exchanges():
+    assert threads_of_replicas("x") == ([True, False, False], 3)
+    # It is not known what surrounds another collective.
+    assert threads_of_replicas("x", has_one_exchange=True) == ([True, False, False], 3)
+
+
+def test_replicas_run_in_calling_thread():
+    assert threads_of_replicas() == ([True, True, True], 1)
+    nested = threads_of_replicas("optimizer.apply", has_one_exchange=True)
+    assert nested == ([True, True, True], 1)
 
 
 @pytest.mark.parametrize(
@@ -122,3 +149,28 @@ def test_differing_collectives_are_reported():
     seen, error = ran(["x"], ["x"], ["y"])
     assert seen == ["0 x", "1 x", "2 y"]
     assert "0: x, 1: x, 2: y" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("programs", "named"),
+    [
+        ([[], ["x"]], "0: the end of the function, 1: x"),
+        ([["x"], []], "0: x, 1: the end of the function"),
+        ([["x"], ["x", "x"]], "0: the end of the function, 1: x"),
+        ([["x", "x"], ["x"]], "0: x, 1: the end of the function"),
+    ],
+)
+def test_missing_collective_is_reported(programs, named):
+    assert named in str(ran(*programs)[1])
+
+
+def test_step_with_one_exchange_is_checked():
+    name, boom = "optimizer.apply", ArithmeticError("boom")
+    assert ran([name], [name], [boom], has_one_exchange=True) == (
+        [f"0 {name}", f"1 {name}", "2 boom"],
+        boom,
+    )
+    _, error = ran([name], [], has_one_exchange=True)
+    assert f"0: {name}, 1: the end of the function" in str(error)
+    _, error = ran([name, "x"], [name, "x"], has_one_exchange=True)
+    assert "calls `x` after `optimizer.apply`, and earlier ones did not" in str(error)

@@ -1,5 +1,7 @@
 """What the torch adapter does beside what all backends do."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -256,3 +258,88 @@ def test_tensor_writes_in_a_step_are_reported(by_rows, two):
     model.fit(x, x[:, :1], batch_size=7, verbose=0)
     for component in two.experimental_local_results(model.out.kernel):
         np.testing.assert_allclose(component, kernel / 2)
+
+
+class RecordsThreads(keras.losses.MeanSquaredError):
+    def __init__(self):
+        super().__init__()
+        self.threads = []
+
+    def call(self, y_true, y_pred):
+        self.threads.append(threading.current_thread())
+        return super().call(y_true, y_pred)
+
+
+def test_replicas_of_fit_run_in_calling_thread(two):
+    loss = RecordsThreads()
+    with two.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("adam", loss)
+    here = threading.current_thread()
+    model.evaluate(X, Y, batch_size=4, verbose=0)
+    assert set(loss.threads) == {here}
+    model.fit(X, Y, batch_size=4, verbose=0)  # it finds out what steps exchange
+    loss.threads.clear()
+    model.fit(X, Y, batch_size=4, epochs=2, verbose=0)
+    assert len(loss.threads) >= 12
+    assert set(loss.threads) == {here}
+
+
+class Steps(keras.metrics.Metric):
+    """Counts steps, and sums over the replicas from some step on."""
+
+    def __init__(self, first):
+        super().__init__(name="steps")
+        self.steps = self.add_weight(shape=(), initializer="zeros")
+        self.first, self.seen = first, 0
+
+    def update_state(self, *args, **kwargs):
+        one, replica = keras.ops.ones(()), ks.get_replica_context()
+        self.seen += replica is not None
+        if self.seen > self.first:
+            one = replica.all_reduce("MEAN", one)
+        self.steps.assign_add(one)
+
+    def result(self):
+        return self.steps
+
+
+def test_step_that_begins_to_reduce_is_refused(two):
+    def fit(first):
+        with two.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile("adam", "mse", metrics=[Steps(first)])
+        history = model.fit(X, Y, batch_size=4, epochs=2, verbose=0).history
+        return history["steps"]
+
+    assert fit(first=0) == fit(first=99)
+    with pytest.raises(RuntimeError, match="calls `all_reduce` after `optimizer.apply`"):
+        fit(first=4)
+
+
+class Unfreeze(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.layers[0].trainable = epoch > 0
+
+
+class CustomStep(keras.Sequential):
+    """Its replicas have threads, since a step of the user's may do anything."""
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def test_unfrozen_statistics_are_averaged(two):
+    def fit(kind):
+        keras.utils.set_random_seed(1)
+        with two.scope():
+            model = kind([keras.Input((3,)), keras.layers.BatchNormalization()])
+            model.compile("sgd", "mse")
+        model.fit(
+            *(X, Y), batch_size=4, epochs=3, verbose=0, callbacks=[Unfreeze()]
+        )
+        return model.get_weights()
+
+    expected = fit(CustomStep)
+    assert abs(expected[2]).max() > 0
+    assert all(map(np.array_equal, expected, fit(keras.Sequential)))

@@ -1,7 +1,7 @@
 """The torch backend: the devices of this process in turns.
 
-torch has one CPU device with all cores. A logical CPU is a name for one more thread on
-it: replicas on several of them share the cores.
+torch has one CPU device with all cores. A logical CPU is one more name of it: replicas
+on several of them share the cores.
 """
 
 import functools

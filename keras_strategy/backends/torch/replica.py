@@ -1,6 +1,6 @@
 """A replica on torch: its collectives, random numbers, reads and writes.
 
-Several replicas of a process are threads that take turns, and stage what they write.
+Several replicas of a process take turns, and stage what they write.
 The only replica of a process writes in place, as Keras does on one device. It copies
 what it overwrites first, and restores it if its function fails.
 """
@@ -69,7 +69,7 @@ _clone_all: Callable[..., Any] = getattr(
 
 
 class TorchReplica(ThreadReplica):
-    """A replica that is a thread and stages what it writes."""
+    """One of several replicas of a process, which stages what it writes."""
 
     def __init__(
         self,
