@@ -379,7 +379,7 @@ class TPUStrategy(Strategy):
 
     def _split(self, tensor: Any, parts: Sequence[int]) -> Any:
         group: Any = self.extended.group  # one of replicas with several devices
-        return group.shard_tensor(tensor, parts)
+        return group.distribution.constrain(tensor, parts)
 
     def __repr__(self) -> str:
         devices = list(map(list, self._logical.devices))

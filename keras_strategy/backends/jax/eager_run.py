@@ -22,8 +22,8 @@ from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.collectives import sum_replicas
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
 from keras_strategy.backends.jax.state import (
+    array_with_value,
     forbid_donation,
-    no_value_error,
     read_components,
     set_components,
 )
@@ -64,8 +64,7 @@ class ThreadScope(ReplicaScope):
         self._initial_values = initial_values
 
     def get_current_value(self, variable: Any) -> jax.Array:
-        if keras_state.array_of(variable) is None:
-            raise no_value_error(variable)
+        array_with_value(variable)
         staged = self.state_mapping.get(id(variable))
         if staged is not None:
             return staged
@@ -136,14 +135,7 @@ class EagerReplica(ThreadReplica):
         return jax.device_put(tensor, self.device)
 
     def sum_all(self, name: str, tensors: Sequence[Any]) -> jax.Array:
-        return self._sum_replicas(name, [[tensor] for tensor in tensors])[0]
-
-    def _sum_replicas(
-        self, name: str, by_replica: Sequence[Sequence[Any]]
-    ) -> list[jax.Array]:
-        if self.workers is None:
-            return sum_replicas(self._distribution, by_replica)
-        return self.workers.sum_replicas(name, by_replica)
+        return sum_replicas(name, self._distribution, [[x] for x in tensors])[0]
 
     def exchange(
         self, name: str, value: Any, combine: Callable[[list[Any]], Any]
@@ -210,7 +202,7 @@ class EagerReplica(ThreadReplica):
                     "`optimizer.apply` needs gradients of the same shapes on every "
                     f"replica. Received these shapes, by replica: {shapes}."
                 )
-            return self._sum_replicas(self.step.reduction, replicas)
+            return sum_replicas(self.step.reduction, self._distribution, replicas)
 
         totals = self.exchange(self.step.reduction, tensors, combine)
         return [self.here(t) for t in totals]
