@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from jax.core import Tracer
 from keras import tree
+from keras.optimizers import LossScaleOptimizer, Optimizer
 
 from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.distribution import (
@@ -297,7 +298,7 @@ def _reduce_ex(original, self, protocol):
 
 
 @hook(
-    keras.optimizers.LossScaleOptimizer,
+    LossScaleOptimizer,
     "_common_apply",
     "(self, grads, trainable_variables=None)",
     when=in_replica,
@@ -354,12 +355,7 @@ def _variable_sharding_distribution(variable: Any) -> Any:
     return strategy_of_variable(variable).extended.group.distribution
 
 
-@hook(
-    keras.optimizers.Optimizer,
-    "add_variable",
-    ("shape",),
-    when=_slot_sharding_distribution,
-)
+@hook(Optimizer, "add_variable", ("shape",), when=_slot_sharding_distribution)
 def _add_variable(original, distribution, self, *args, **kwargs):
     """Shard optimizer slots when they are created."""
     # No device ever holds a whole slot. Keras would give it the layout of its weight.
@@ -426,7 +422,7 @@ def _updated_shards(optimizer: Any) -> LocalShards | None:
 
 
 @hook(
-    keras.optimizers.Optimizer,
+    Optimizer,
     "_backend_apply_gradients",
     "(self, grads, trainable_variables)",
     when=_updated_shards,

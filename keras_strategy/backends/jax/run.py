@@ -46,10 +46,7 @@ from keras_strategy.core.variable_components import unwrap_variables
 from keras_strategy.keras_patches.variables_optimizers import adopt
 from keras_strategy.training import ownership
 from keras_strategy.training.compile_cache import CompileCache, IdentityKey
-from keras_strategy.training.ownership import (
-    check_owner,
-    strategy_of_variable,
-)
+from keras_strategy.training.ownership import check_owner, strategy_of_variable
 from keras_strategy.training.train_step import traced_step_state
 from keras_strategy.training.variable_sync import average_statistics, is_sync_on_read
 from keras_strategy.values import DistributedValues, PerReplica

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import keras
 import torch
+from keras.optimizers import LossScaleOptimizer, Optimizer
 
 from keras_strategy.backends.threads.patches import (
     current_stateless_scope,
@@ -222,12 +223,7 @@ def _gather_updated_weights(
             update.tensor.copy_(torch.cat(shards).view(update.shards.shape))
 
 
-@hook(
-    keras.optimizers.LossScaleOptimizer,
-    "check_finite",
-    "(self, grads)",
-    when=in_replica,
-)
+@hook(LossScaleOptimizer, "check_finite", "(self, grads)", when=in_replica)
 def _check_finite(original, replica, self, grads):
     """Check all shards of the gradients, of which each replica has one."""
     if not any(isinstance(gradient, ShardedGradient) for gradient in grads):
@@ -257,7 +253,7 @@ def _sharding_to_update(optimizer: Any) -> Any:
 
 
 @hook(
-    keras.optimizers.Optimizer,
+    Optimizer,
     "_backend_apply_gradients",
     "(self, grads, trainable_variables)",
     when=_sharding_to_update,
