@@ -81,7 +81,6 @@ class _GraphCounts:
     outputs: list[str] = field(default_factory=list)  # devices of the results
 
     def add_sum(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Count a sum over several devices."""
         self.collectives += 1
         shape: Any = _static_shape([inputs[0], *outputs])
         self.bytes += math.prod(shape) * inputs[0].dtype.size

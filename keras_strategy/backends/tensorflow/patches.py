@@ -59,7 +59,6 @@ from keras_strategy.training.sharding import flat_shards_of
 from keras_strategy.training.train_step import count_rows
 from keras_strategy.training.variable_sync import is_sync_on_read, no_value_error
 
-keras_seeds = find_module("global_seed_generator", "keras.src.random.seed_generator")
 keras_losses = find_module("scale_loss_for_distribution", "keras.src.losses.loss")
 in_stateless_scope = find_module(
     "in_stateless_scope", "keras.src.backend.common.stateless_scope"

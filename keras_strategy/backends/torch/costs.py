@@ -82,7 +82,6 @@ class _LiveBytes(TorchDispatchMode):
             self.most_lean = max(self.most_lean, self.live - self.gradients)
 
     def note_gradient(self, weight: torch.Tensor) -> None:
-        """Note that a gradient is complete."""
         self.gradients += weight.nbytes
 
     def restart(self) -> int:

@@ -322,7 +322,6 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient(shape={tuple(self.shape)})"
 
     def shard(self, replica: int) -> torch.Tensor:
-        """Return a replica's shard of the sum."""
         first, *others = [term.shards[replica] for term in self.terms]
         return sum(others, first)
 
