@@ -48,6 +48,7 @@ from keras_strategy.keras_patches.patch import (
     model_hook,
     model_on_replicas,
 )
+from keras_strategy.keras_patches.random import keras_seeds
 from keras_strategy.training.ownership import check_owner, strategy_of_variable
 from keras_strategy.training.row_weights import (
     compute_average_loss,
