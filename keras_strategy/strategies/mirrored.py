@@ -248,8 +248,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         TypeError: If an argument has another type.
         ValueError: If the cluster cannot train, or does not contain this process; or
             if `batch_statistics`, `shard` or `virtual_replicas` is invalid.
-        UnsupportedBackendError: If the Keras backend in use does not support `shard` or
-            `virtual_replicas`.
+        UnsupportedBackendError: As `MirroredStrategy` does.
         RuntimeError: In a notebook, with several workers; or if their settings differ.
 
     Example:

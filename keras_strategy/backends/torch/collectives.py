@@ -143,16 +143,12 @@ class TorchWorkers(WorkerCollectives):
             return unflatten(flat, tensors)
         assert variables is not None
         parameters = [stored_value(variable) for variable in variables]
+        pairs = zip(parameters, tensors, strict=True)
         has_room = len(self._gradients) < _MAX_LAYOUTS
         if (
             early is None
             and has_room
-            and all(
-                parameter is not None
-                and parameter.is_leaf
-                and parameter.grad is gradient
-                for parameter, gradient in zip(parameters, tensors, strict=True)
-            )
+            and all(p is not None and p.is_leaf and p.grad is g for p, g in pairs)
         ):
             early = GradientBuckets(self, checksum, parameters, buckets)
             self._gradients[checksum] = early
