@@ -171,8 +171,10 @@ def _squared_norms(
 # --- native checkpoints
 
 
-# Returns the elements of a sharded variable that each replica has, else None.
-_shares = multi_replica_only(flat_shards_of)
+@multi_replica_only
+def _shares(variable: Any) -> FlatShards | None:
+    """Return the elements of a sharded variable that each replica has, else None."""
+    return flat_shards_of(variable)
 
 
 @hook(keras.Variable, "_shared_name", None, when=_shares)

@@ -483,9 +483,8 @@ def _get_metrics_result(original, strategy, self):
         components = state.get_or_create_components(variable, group.layout)
         return components.local_summands(variable)
 
-    sum_all = functools.partial(group.layout.sum_each, "logs")
     with torch.no_grad():
-        return merge_worker_metrics(self, local_summands, sum_all)
+        return merge_worker_metrics(self, local_summands, group.layout.sum_logs)
 
 
 # The backend-independent method, which torch's trainer overrides since Keras 3.16.
