@@ -361,7 +361,7 @@ class Engine(Protocol):
         """Module with `without_memory`, `trace_step` and `predict`, for `plan`."""
         # `without_memory` calls a function of which no tensor takes memory. In it,
         # `trace_step` takes functions of weights' values and of their gradients.
-        return self.import_module("planning")
+        return self.import_module("costs")
 
     def copy_to(self, value: Any, device: str) -> Any:
         """Copy a tensor to `device`, unless it is there or a program decides it."""
@@ -414,13 +414,13 @@ class Engine(Protocol):
         self, train: Callable[[int], None], steps: int
     ) -> tuple[int, int, int, int]:
         """Count the collectives, a replica's bytes in them, programs and copies."""
-        return self.import_module("profiling").count(train, steps)
+        return self.import_module("costs").count(train, steps)
 
     def compute_and_comm_fractions(
         self, train: Callable[[int], None], steps: int
     ) -> tuple[float, float] | None:
         """Return the shares of computing and collectives in time; None if unknown."""
-        return self.import_module("profiling").shares(train, steps)
+        return self.import_module("costs").shares(train, steps)
 
     def require_eager_loop(self) -> None:
         """Raise RuntimeError where a loop over data would be compiled and unrolled."""

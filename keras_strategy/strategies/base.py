@@ -21,10 +21,14 @@ from keras_strategy.options import (
     InputContext,
     InputOptions,
     RunOptions,
+    check_batch_statistics,
     check_run_options,
+    check_shard,
+    check_virtual_replicas,
 )
 from keras_strategy.strategies.inspect import Reports
 from keras_strategy.training import ownership, saving
+from keras_strategy.training.cross_device_ops import CrossDeviceOps
 from keras_strategy.training.reduction import check_gatherable
 from keras_strategy.training.train_step import check_function
 from keras_strategy.values import (
@@ -106,20 +110,6 @@ class Strategy(Reports):
 
     Args:
         extended: A `StrategyExtended`, which holds the replicas.
-
-    Example:
-
-    ```python
-    import keras
-    import numpy as np
-    import keras_strategy as ks
-
-    strategy = ks.MirroredStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
-    ```
     """
 
     _batch_statistics: str | None = None
@@ -132,6 +122,20 @@ class Strategy(Reports):
         self._extended = extended
         # Code of functions that have run; other callables are not tracked.
         self._seen_code: dict[int, Any] = {id(None): None}
+
+    def _set_options(
+        self,
+        batch_statistics: str | None,
+        shard: str | None,
+        virtual_replicas: int | None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        """Check and keep the options of strategies with several devices."""
+        self._batch_statistics = check_batch_statistics(batch_statistics)
+        self._shard = check_shard(shard, get_engine(), cross_device_ops)
+        self._virtual_replicas = check_virtual_replicas(
+            virtual_replicas, get_engine(), shard, cross_device_ops
+        )
 
     @property
     def extended(self) -> "StrategyExtended":
@@ -182,10 +186,7 @@ class Strategy(Reports):
 
         Inside it variables are mirrored and `keras_strategy.get_strategy()` returns
         this strategy. `fit`, `evaluate` and `predict` of a model that was created
-        inside enter the scope by themselves.
-
-        Returns:
-            A context manager that returns the strategy and may be entered again.
+        inside enter the scope by themselves. It may be entered again.
 
         Raises:
             RuntimeError: On entering, in another strategy's scope or a replica.

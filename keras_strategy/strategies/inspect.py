@@ -19,11 +19,7 @@ from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.variables_optimizers import byte_count, variables_of
 from keras_strategy.training import ownership
-from keras_strategy.training.sharding import (
-    flat_shards_of,
-    is_sharded,
-    shard_spec_of,
-)
+from keras_strategy.training.sharding import flat_shards_of, is_sharded, shard_spec_of
 from keras_strategy.values import DistributedValues
 
 if TYPE_CHECKING:

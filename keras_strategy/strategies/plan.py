@@ -237,15 +237,12 @@ def _trace(
             outputs = loss = model(inputs, training=True)
             yield outputs
             # The targets of most losses are like outputs, or are classes.
-            for like in (zeros_like, classes_like):
+            for like in (keras.ops.zeros_like, classes_like):
                 targets = tree.map_structure(like, outputs)
                 with contextlib.suppress(Exception):
                     loss = model.compute_loss(inputs, targets, outputs)
                     break
             yield loss
-
-    def zeros_like(x: Any) -> Any:
-        return keras.ops.zeros(x.shape, x.dtype)
 
     def classes_like(x: Any) -> Any:
         return keras.ops.zeros(x.shape[:-1], "int32")

@@ -14,12 +14,7 @@ from keras_strategy.cluster_resolver.cluster_spec import training_tasks
 from keras_strategy.core.registry import get_engine
 from keras_strategy.devices import LogicalDevices, repeat_devices
 from keras_strategy.errors import UnsupportedBackendError
-from keras_strategy.options import (
-    CommunicationOptions,
-    check_batch_statistics,
-    check_shard,
-    check_virtual_replicas,
-)
+from keras_strategy.options import CommunicationOptions
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended
 from keras_strategy.strategies.mirrored import check_workers_agree, connect_workers
@@ -218,11 +213,7 @@ class TPUStrategy(Strategy):
                 "`TPUStrategy` is not available with the Keras backend "
                 f"'{get_engine().name}': {reason}"
             )
-        self._batch_statistics = check_batch_statistics(batch_statistics)
-        self._shard = check_shard(shard, get_engine())
-        self._virtual_replicas = check_virtual_replicas(
-            virtual_replicas, get_engine(), shard
-        )
+        self._set_options(batch_statistics, shard, virtual_replicas)
         self._tpu_cluster_resolver = tpu_cluster_resolver
         self._experimental_device_assignment = experimental_device_assignment
         self._experimental_spmd_xla_partitioning = experimental_spmd_xla_partitioning
@@ -379,7 +370,7 @@ class TPUStrategy(Strategy):
 
     def _split(self, tensor: Any, parts: Sequence[int]) -> Any:
         group: Any = self.extended.group  # one of replicas with several devices
-        return group.shard_tensor(tensor, parts)
+        return group.distribution.constrain(tensor, parts)
 
     def __repr__(self) -> str:
         devices = list(map(list, self._logical.devices))

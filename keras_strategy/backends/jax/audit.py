@@ -15,8 +15,6 @@ from keras_strategy.core.protocols import AuditAdapter
 
 
 class Adapter(AuditAdapter):
-    """Access to JAX for an audit."""
-
     # `fit` is one program, from which no gradient can be read.
     records_steps = False
 

@@ -5,7 +5,6 @@ values that each process holds by itself.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,22 +33,7 @@ class JaxWorkers(WorkerCollectives):
         tensors = [jnp.asarray(tensor) for tensor in tensors]
         # With zeros for all devices but the first.
         zeros = [[jnp.zeros_like(t) for t in tensors]] * len(self._distribution.devices)
-        return self.sum_replicas(name, [tensors, *zeros[1:]])
-
-    def sum_replicas(
-        self, name: str, by_replica: Sequence[Sequence[jax.Array]]
-    ) -> list[jax.Array]:
-        """Sum the tensors of all replicas, given those of each local one."""
-        specs = [[list(t.shape), str(t.dtype)] for t in by_replica[0]]
-        different = self.cluster.values_if_different(operation_kind(name), specs)
-        if different is not None:
-            received = self.cluster.format_by_worker(map(describe_layouts, different))
-            raise ValueError(
-                f"`{name}` needs values whose shapes and dtypes are the same on every "
-                f"worker. Received: {received}."
-            )
-        with self.track_operation(name):
-            return jax.block_until_ready(sum_replicas(self._distribution, by_replica))
+        return sum_replicas(name, self._distribution, [tensors, *zeros[1:]])
 
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[jax.Array, list[int]]:
         tensor = jnp.asarray(tensor)
@@ -91,14 +75,31 @@ class JaxWorkers(WorkerCollectives):
 
 
 def sum_replicas(
-    distribution: ReplicaDistribution, by_replica: Sequence[Sequence[jax.Array]]
+    name: str,
+    distribution: ReplicaDistribution,
+    by_replica: Sequence[Sequence[jax.Array]],
 ) -> list[jax.Array]:
     """Sum the tensors of all replicas, given those of each local one."""
-
-    def stack(*tensors):
-        shards = itertools.starmap(
-            jax.device_put, zip(tensors, distribution.devices, strict=True)
+    workers = distribution.workers
+    if workers is None:
+        return _sum_replicas(distribution, by_replica)
+    specs = [[list(t.shape), str(t.dtype)] for t in by_replica[0]]
+    different = workers.cluster.values_if_different(operation_kind(name), specs)
+    if different is not None:
+        received = workers.cluster.format_by_worker(map(describe_layouts, different))
+        raise ValueError(
+            f"`{name}` needs values whose shapes and dtypes are the same on every "
+            f"worker. Received: {received}."
         )
+    with workers.track_operation(name):
+        return jax.block_until_ready(_sum_replicas(distribution, by_replica))
+
+
+def _sum_replicas(
+    distribution: ReplicaDistribution, by_replica: Sequence[Sequence[jax.Array]]
+) -> list[jax.Array]:
+    def stack(*tensors):
+        shards = map(jax.device_put, tensors, distribution.devices)
         return distribution.join_shards([shard[None] for shard in shards])
 
     stacked = list(map(stack, *by_replica))
@@ -139,11 +140,8 @@ class ShardedPerReplica(PerReplica):
         distribution: Any,
         total: jax.Array | None = None,
     ):
-        self.array = array
-        self.scalars = scalars
-        self.total = total
-        self.count = len(distribution.devices)
-        self.distribution = distribution
+        self.array, self.scalars, self.total = array, scalars, total
+        self.count, self.distribution = len(distribution.devices), distribution
 
     def belongs_to(self, distribution: ReplicaDistribution) -> bool:
         """Return True if the group's devices hold one component each."""

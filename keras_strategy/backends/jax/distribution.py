@@ -32,7 +32,6 @@ from keras_strategy.devices import (
     partition_axes,
     prime_factors,
 )
-from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.sharding import VariableSharding, layout_of_weight
 from keras_strategy.training.variable_sync import is_sync_on_read
 
@@ -426,21 +425,3 @@ def strategy_distribution(strategy: Any) -> Any:
     """Return the distribution of a strategy with several devices, or None."""
     group = None if strategy is None else strategy.extended.group
     return getattr(group, "distribution", None)
-
-
-def multi_worker_distribution(model: Any) -> Any:
-    """Return the distribution of a model's strategy if it has several workers."""
-    distribution = strategy_distribution(strategy_of_model(model))
-    return distribution if getattr(distribution, "cluster", None) is not None else None
-
-
-def home_distribution(model: Any) -> Any:
-    """Return the distribution of a model's strategy if it has a home device."""
-    distribution = strategy_distribution(strategy_of_model(model))
-    return distribution if getattr(distribution, "home", None) is not None else None
-
-
-def virtual_distribution(model: Any) -> Any:
-    """Return the distribution of a model's strategy if it has virtual replicas."""
-    distribution = strategy_distribution(strategy_of_model(model))
-    return distribution if getattr(distribution, "per_device", None) else None

@@ -38,7 +38,7 @@ from keras_strategy.backends.jax.replica import (
 )
 from keras_strategy.backends.jax.run import Runner
 from keras_strategy.backends.jax.state import (
-    no_value_error,
+    array_with_value,
     read_components,
     set_components,
 )
@@ -142,20 +142,15 @@ class JaxReplicaGroup(ComponentGroup):
         return tuple(map(jnp.copy, read_components(variable, self.distribution)))
 
     def local_bytes(self, variable: Any) -> tuple[int, ...]:
-        array = keras_state.array_of(variable)
-        if array is None:
-            raise no_value_error(variable)
-        by_device = {s.device: s.data.nbytes for s in array.addressable_shards}
+        shards = array_with_value(variable).addressable_shards
+        by_device = {shard.device: shard.data.nbytes for shard in shards}
         # Of the virtual replicas of a device, the first counts it.
         return tuple(by_device.pop(device, 0) for device in self.distribution.devices)
 
     def local_shards(self, variable: Any) -> list[tuple[tuple[int, ...], Any]]:
-        array = keras_state.array_of(variable)
-        if array is None:
-            raise no_value_error(variable)
         return [
             (tuple(dimension.start or 0 for dimension in shard.index), shard.data)
-            for shard in array.addressable_shards
+            for shard in array_with_value(variable).addressable_shards
             if shard.replica_id == 0
         ]
 
@@ -268,12 +263,9 @@ class JaxReplicaGroup(ComponentGroup):
         reduction.check_same_dtype(values)
         parts = [jnp.sum(v, axis=axes) if axes else v for v in values]
         by_replica = [[part] for part in parts]
-        if workers is None:
-            (total,) = sum_replicas(distribution, by_replica)
-        else:
-            (total,) = workers.sum_replicas("strategy.reduce", by_replica)
-            if is_mean:
-                count = sum(workers.cluster.exchange("strategy.reduce: rows", count))
+        (total,) = sum_replicas("strategy.reduce", distribution, by_replica)
+        if workers is not None and is_mean:
+            count = sum(workers.cluster.exchange("strategy.reduce: rows", count))
         # Divided by the number of entries, which may differ between replicas.
         total = total / count if is_mean else total
         return put(total, distribution.home or distribution.everywhere)
@@ -308,7 +300,7 @@ class JaxReplicaGroup(ComponentGroup):
         canonical = jax.dtypes.canonicalize_dtype
         # Copied in NumPy: JAX may keep using the memory of the caller's array.
         if isinstance(parts, EvenRows) and type(parts.array) is np.ndarray:
-            rows = np.array(parts.array, canonical(parts.array.dtype), copy=True)
+            rows = np.array(parts.array, canonical(parts.array.dtype))
             array = jax.make_array_from_callback(
                 rows.shape, distribution.split, rows.__getitem__
             )
@@ -325,10 +317,8 @@ class JaxReplicaGroup(ComponentGroup):
             array = jax.device_put(rows, distribution.split)
             return ShardedPerReplica(array, first.ndim == 0, distribution)
         arrays = [
-            p
-            if isinstance(p, jax.Array)
-            else np.array(p, canonical(p.dtype), copy=True)
-            for p in parts
+            x if isinstance(x, jax.Array) else np.array(x, canonical(x.dtype))
+            for x in parts
         ]
         arrays = list(map(jax.device_put, arrays, distribution.devices))
         if distribution.cluster is None:
@@ -337,9 +327,6 @@ class JaxReplicaGroup(ComponentGroup):
             return to_sharded(PerReplica(arrays), distribution)
         # Without `alike`, the workers compare the shapes and dtypes at each use.
         return PerReplica(arrays) if alike is None else UnevenPerReplica(arrays)
-
-    def shard_tensor(self, tensor: Any, parts: Sequence[int]) -> Any:
-        return self.distribution.constrain(tensor, parts)
 
 
 @functools.lru_cache(maxsize=128)

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from jax.core import Tracer
 from keras import tree
+from keras.optimizers import LossScaleOptimizer, Optimizer
 
 from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.distribution import (
@@ -18,11 +19,8 @@ from keras_strategy.backends.jax.distribution import (
     LOGICAL_PREFIX,
     by_mesh,
     current_distribution,
-    home_distribution,
-    multi_worker_distribution,
     put,
     strategy_distribution,
-    virtual_distribution,
 )
 from keras_strategy.backends.jax.patches_data import GlobalBatches, local_predictions
 from keras_strategy.backends.jax.replica import JaxReplica, TracedMergedScope
@@ -51,7 +49,7 @@ from keras_strategy.keras_patches.random import (
     set_global_generator,
 )
 from keras_strategy.training import ownership
-from keras_strategy.training.ownership import strategy_of_variable
+from keras_strategy.training.ownership import strategy_of_model, strategy_of_variable
 from keras_strategy.training.saving import overridden_value
 from keras_strategy.training.sharding import (
     creating_slots,
@@ -68,6 +66,14 @@ def _all_variables(model: Any) -> list[Any]:
     return variables
 
 
+def _wrapping_distribution(model: Any) -> Any:
+    """Return the distribution of a model's strategy if its steps need a wrapper."""
+    distribution = strategy_distribution(strategy_of_model(model))
+    if distribution is None or distribution.home or distribution.per_device:
+        return distribution
+    return None if distribution.cluster is None else distribution
+
+
 # The names in different versions of Keras.
 _STATE_SHARDING_METHODS = tuple(
     name
@@ -76,10 +82,12 @@ _STATE_SHARDING_METHODS = tuple(
 )
 
 
-@model_hook(_STATE_SHARDING_METHODS, "(self)", when=home_distribution)
+@model_hook(_STATE_SHARDING_METHODS, "(self)", when=_wrapping_distribution)
 def _state_sharding(original, distribution, self):
     """Report shardings on all devices for variables that one device holds."""
     # Keras compiles the step for the shardings that it finds before the step.
+    if distribution.home is None:
+        return original(self)
     variables = [v for v in _all_variables(self) if keras_state.array_of(v) is not None]
     arrays = keras_state.arrays_of(variables)
     keras_state.set_arrays(variables, distribution.from_home(arrays))
@@ -92,15 +100,6 @@ def _state_sharding(original, distribution, self):
 jax_distribution_lib = find_module(
     "distribute_tensor", "keras.src.backend.jax.distribution_lib"
 )
-
-
-def _wrapping_distribution(model: Any) -> Any:
-    """Return the distribution of a model's strategy if its steps need a wrapper."""
-    return (
-        multi_worker_distribution(model)
-        or home_distribution(model)
-        or virtual_distribution(model)
-    )
 
 
 @model_hook(
@@ -299,7 +298,7 @@ def _reduce_ex(original, self, protocol):
 
 
 @hook(
-    keras.optimizers.LossScaleOptimizer,
+    LossScaleOptimizer,
     "_common_apply",
     "(self, grads, trainable_variables=None)",
     when=in_replica,
@@ -356,12 +355,7 @@ def _variable_sharding_distribution(variable: Any) -> Any:
     return strategy_of_variable(variable).extended.group.distribution
 
 
-@hook(
-    keras.optimizers.Optimizer,
-    "add_variable",
-    ("shape",),
-    when=_slot_sharding_distribution,
-)
+@hook(Optimizer, "add_variable", ("shape",), when=_slot_sharding_distribution)
 def _add_variable(original, distribution, self, *args, **kwargs):
     """Shard optimizer slots when they are created."""
     # No device ever holds a whole slot. Keras would give it the layout of its weight.
@@ -428,7 +422,7 @@ def _updated_shards(optimizer: Any) -> LocalShards | None:
 
 
 @hook(
-    keras.optimizers.Optimizer,
+    Optimizer,
     "_backend_apply_gradients",
     "(self, grads, trainable_variables)",
     when=_updated_shards,

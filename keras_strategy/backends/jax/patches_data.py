@@ -132,25 +132,29 @@ jax_trainer = find_module(
 # Since Keras 3.16 an iterator may yield several batches, of which each is one step.
 PartialBatchList: Any = getattr(data_adapter_utils, "PartialBatchList", None)
 _METHOD, _DATA = (
-    ("_get_distributed_iterator(self, distribution)", "(data, layouts=None)")
-    if PartialBatchList is None
-    else ("_get_iterator(self)", "(data, layouts=None, is_super_batch=False)")
+    ("_get_iterator", "(self)"),
+    "(data, layouts=None, is_super_batch=False)",
 )
+if PartialBatchList is None:
+    _METHOD = "_get_distributed_iterator", "(self, distribution)"
+    _DATA = "(data, layouts=None)"
 
 
-@hook(
-    jax_trainer.JAXEpochIterator,
-    _METHOD.partition("(")[0],
-    _METHOD[_METHOD.index("(") :],
-    when=current_distribution,
-)
+@hook(jax_trainer.JAXEpochIterator, *_METHOD, when=current_distribution)
 def _get_batches(original, ours, self, *distribution):
     """Compute a layout for every batch, and let each worker read only its rows."""
     # Keras up to 3.15 uses the layout of the first batch, which a smaller last batch
     # may not fit. Keras 3.16 stacks the batches of `steps_per_execution` steps.
     steps = 1 if PartialBatchList is None else self.steps_per_execution
     if has_local_batches(self):
-        return _global_batches(self, ours, steps)
+        batches = join_batches(
+            self,
+            read_ahead(self, self.data_adapter.get_jax_iterator()),
+            ours.cluster,
+            len(ours.devices),
+            same_shapes=True,
+        )
+        return GlobalBatches(batches, ours, steps)
     if ours.cluster is None and ours.per_device is None and steps > 1:
         return ours.warn_uneven(original(self), steps_in_front=True)
     batches = _local_row_batches(self.data_adapter, ours)
@@ -195,17 +199,6 @@ def _local_row_batches(adapter: Any, distribution: Any) -> Any:
     return read_local_rows(
         adapter, local_bounds, lambda adapter: adapter.get_jax_iterator()
     )
-
-
-def _global_batches(iterator: Any, distribution: Any, steps: int) -> GlobalBatches:
-    batches = join_batches(
-        iterator,
-        read_ahead(iterator, iterator.data_adapter.get_jax_iterator()),
-        distribution.cluster,
-        len(distribution.devices),
-        same_shapes=True,
-    )
-    return GlobalBatches(batches, distribution, steps)
 
 
 @hook(jax_trainer, "_distribute_data", _DATA, when=current_distribution)

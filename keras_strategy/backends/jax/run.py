@@ -1,9 +1,9 @@
-"""Compiled `run`: one shard_map program for all replicas."""
+"""`run`: one shard_map program for all replicas, or replicas in turns."""
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,25 +34,34 @@ from keras_strategy.backends.jax.compile_cache import (
     flatten_arguments,
 )
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
-from keras_strategy.backends.jax.eager_run import EagerRunner
-from keras_strategy.backends.jax.replica import JaxReplica
+from keras_strategy.backends.jax.replica import EagerReplica, JaxReplica, ThreadScope
 from keras_strategy.backends.jax.virtual_replicas import VirtualProgram
+from keras_strategy.backends.threads.patches import (
+    copy_settings,
+    keep_global_seed_generator,
+)
+from keras_strategy.backends.threads.pool import ReplicaThreads, TurnScheduler
 from keras_strategy.core import context
 from keras_strategy.core.context import ReplicaContext
-from keras_strategy.core.per_replica_attributes import discard_attribute_changes
+from keras_strategy.core.per_replica_attributes import (
+    GroupAttributes,
+    discard_attribute_changes,
+)
 from keras_strategy.core.protocols import Strategy
-from keras_strategy.core.step_state import RowRange
+from keras_strategy.core.step_state import RowRange, StepState, row_ranges
 from keras_strategy.core.variable_components import unwrap_variables
-from keras_strategy.keras_patches.variables_optimizers import adopt
+from keras_strategy.keras_patches.variables_optimizers import adopt, stored_dtype
 from keras_strategy.training import ownership
 from keras_strategy.training.compile_cache import CompileCache, IdentityKey
-from keras_strategy.training.ownership import (
-    check_owner,
-    strategy_of_variable,
+from keras_strategy.training.ownership import strategy_of_variable
+from keras_strategy.training.random import BatchDimCache
+from keras_strategy.training.train_step import (
+    find_batch_rows,
+    traced_run_state,
+    traced_step_state,
 )
-from keras_strategy.training.train_step import traced_step_state
 from keras_strategy.training.variable_sync import average_statistics, is_sync_on_read
-from keras_strategy.values import DistributedValues, PerReplica
+from keras_strategy.values import DistributedValues, PerReplica, regroup
 
 _CONCRETE_ERRORS = (
     jax.errors.ConcretizationTypeError,
@@ -78,7 +87,7 @@ def compile_program(
     variables = function.variables.values()
     local = [v for v in variables if is_sync_on_read(v)]
     for variable in local:
-        check_owner(strategy, variable)
+        ownership.check_owner(strategy, variable)
     mirrored = [v for v in variables if not is_sync_on_read(v)]
     written = [v for v in mirrored if id(v) in function.written]
     read = [v for v in mirrored if id(v) not in function.written]
@@ -203,6 +212,74 @@ def compile_program(
         split, everywhere = distribution.split, distribution.everywhere
         options["out_shardings"] = (split, everywhere, shardings, split, everywhere)
     return create(call=jax.jit(mapped, donate_argnums=(0, 1), **options))
+
+
+class EagerRunner:
+    def __init__(self, strategy: Strategy, distribution: ReplicaDistribution):
+        self._strategy = strategy
+        self._distribution = distribution
+        devices = distribution.topology.devices
+        self._threads = ReplicaThreads(devices)
+        self._attributes = GroupAttributes(len(devices), keras.ops.is_tensor)
+        self._lock = threading.Lock()
+
+    def run(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, draws: BatchDimCache
+    ) -> Any:
+        """Implement `ReplicaGroup.run`; `draws` are the function's random draws."""
+        distribution = self._distribution
+        with self._lock:  # one run at a time
+            turns = TurnScheduler(len(distribution.devices))
+            attributes = self._attributes.begin()
+            values: dict[int, tuple] = {}
+            replicas = [
+                EagerReplica(self._strategy, i, distribution, turns, changes, values)
+                for i, changes in enumerate(attributes)
+            ]
+            batch = find_batch_rows(args, kwargs)
+            if batch is not None and batch.counts is not None:
+                rows = row_ranges(batch.counts)[batch.first :]
+                for i, replica in enumerate(replicas):
+                    replica.step = traced_run_state(
+                        fn, (args, kwargs), rows[i], i, draws
+                    )
+            settings = copy_settings()
+            try:
+                outputs = self._threads.call(
+                    turns,
+                    [
+                        functools.partial(replica.call, fn, args, kwargs, settings)
+                        for replica in replicas
+                    ],
+                )
+            finally:
+                for replica in replicas:  # free the state despite reference cycles
+                    replica.step = StepState()
+            self._commit([replica.scope for replica in replicas])
+            self._attributes.commit(attributes)
+            keep_global_seed_generator(turns.seed_generator)
+        has_workers = distribution.workers is not None
+        return regroup(outputs, keras.ops.is_tensor, always_distributed=has_workers)
+
+    def _commit(self, scopes: Sequence[ThreadScope]) -> None:
+        """Write the replicas' assignments after all of them have succeeded."""
+        written: dict[int, Any] = {}
+        for scope in scopes:
+            written.update(scope.written)
+        adopt(
+            self._strategy,
+            [v for v in written.values() if not keras_state.is_global_seed(v)],
+        )
+        for variable in written.values():
+            if keras_state.is_global_seed(variable):
+                keras_state.release(variable, scopes[0].get_current_value(variable))
+                continue
+            dtype = stored_dtype(variable)
+            values = [
+                jnp.asarray(scope.get_current_value(variable), dtype)
+                for scope in scopes
+            ]
+            state.set_components(variable, values, self._distribution)
 
 
 class Runner:

@@ -77,7 +77,7 @@ def donatable_arrays(
     for i, note in enumerate(_array_notes(variables)):
         array = arrays[i]
         if array is None or note.donatable() is not array:
-            arrays[i] = jnp.copy(_placed(variables[i], array, distribution))
+            arrays[i] = jnp.copy(_placed(variables[i], distribution))
     return arrays
 
 
@@ -89,7 +89,7 @@ def readable_arrays(
     for i, note in enumerate(_array_notes(variables)):
         array = arrays[i]
         if array is None or note.placed() is not array:
-            placed = _placed(variables[i], array, distribution)
+            placed = _placed(variables[i], distribution)
             if placed is array:
                 note.placed, note.donatable = weakref.ref(placed), _no_array
             arrays[i] = placed
@@ -110,18 +110,20 @@ def without_weak_type(array: Any) -> Any:
     return array
 
 
-def no_value_error(variable: Any) -> RuntimeError:
-    return RuntimeError(
-        f"{unbuilt_variable_error(variable)} On JAX, Keras keeps the values of the "
-        "model's variables outside of the variables during an epoch of `fit`, and "
-        "during `evaluate` and `predict`: call `strategy.run` after the epoch."
-    )
-
-
-def _placed(variable: Any, array: Any, distribution: ReplicaDistribution) -> jax.Array:
+def array_with_value(variable: Any) -> jax.Array:
+    array = keras_state.array_of(variable)
     if array is None:
-        raise no_value_error(variable)
-    array, sharding = without_weak_type(array), distribution.sharding_of(variable)
+        raise RuntimeError(
+            f"{unbuilt_variable_error(variable)} On JAX, Keras keeps the values of the "
+            "model's variables outside of the variables during an epoch of `fit`, and "
+            "during `evaluate` and `predict`: call `strategy.run` after the epoch."
+        )
+    return array
+
+
+def _placed(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
+    array = without_weak_type(array_with_value(variable))
+    sharding = distribution.sharding_of(variable)
     is_placed = array.sharding.is_equivalent_to(sharding, array.ndim)
     return array if is_placed else put(array, sharding)
 

@@ -293,15 +293,8 @@ def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
 
 def _flags_of_leaves(flags: Any, of: Any) -> list[bool | None]:
     """Return a flag for each leaf, given those of a structure's upper part."""
-    return jax.tree.leaves(
-        jax.tree.map(
-            lambda flag, part: jax.tree.map(lambda _: flag, part),
-            flags,
-            of,
-            is_leaf=lambda x: x is None,
-        ),
-        is_leaf=lambda x: x is None,
-    )
+    is_none = lambda x: x is None  # noqa: E731
+    return jax.tree.leaves(jax.tree.broadcast(flags, of, is_none), is_leaf=is_none)
 
 
 @functools.partial(jax.jit, static_argnums=1)

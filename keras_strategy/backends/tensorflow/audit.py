@@ -16,8 +16,6 @@ from keras_strategy.keras_patches.variables_optimizers import stored_value
 
 
 class Adapter(AuditAdapter):
-    """Access to TensorFlow for an audit."""
-
     def first_rows(self, x: Any, rows: int) -> Any:
         if not tf.is_tensor(x):
             return x[:rows]

@@ -94,14 +94,8 @@ class TensorFlowWorkers(WorkerCollectives):
 
     def sum(self, name: str, tensor: Any, verify: Verify = Verify.BEFORE) -> Any:
         # A mismatch in a tf.function raises `InvalidArgumentError`, which
-        # `collective_scope` converts.
-        tensor = tf.convert_to_tensor(tensor)
-        if not tensor.dtype.is_numeric:
-            raise ValueError(
-                "Only numbers can be combined over the replicas. Received a tensor of "
-                f"the dtype {tensor.dtype.name} for `{name}`."
-            )
-        return self._sum(name, tensor, verify)
+        # `collective_scope` converts. `sum_values` has checked that these are numbers.
+        return self._sum(name, tf.convert_to_tensor(tensor), verify)
 
     def sum_all(
         self, name: str, tensors: Sequence[Any], verify: Verify = Verify.BEFORE

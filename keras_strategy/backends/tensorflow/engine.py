@@ -48,6 +48,7 @@ class TensorFlowEngine(Engine):
     name = "tensorflow"
     is_tensor = staticmethod(tf.is_tensor)
     is_tracing = staticmethod(tf.inside_function)
+    connect: Any = staticmethod(collectives.connect)
 
     def list_devices(self, device_type: str | None = None) -> list[str]:
         if device_type is None:
@@ -227,9 +228,6 @@ class TensorFlowEngine(Engine):
                 "and the data would become constants. Distribute a tf.data.Dataset, "
                 "or move the loop out of the tf.function."
             )
-
-    def connect(self, cluster: Cluster) -> None:
-        collectives.connect(cluster)
 
     def create_group(
         self,

@@ -18,15 +18,10 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.backends.tensorflow import tensors
+from keras_strategy.backends.tensorflow import compile_cache, tensors
 from keras_strategy.backends.tensorflow.collectives import (
     TensorFlowWorkers,
     gather_over_workers,
-)
-from keras_strategy.backends.tensorflow.compile_cache import (
-    CompiledFunction,
-    RunReductions,
-    reraise_failed_checks,
 )
 from keras_strategy.backends.tensorflow.connection import native_name
 from keras_strategy.backends.tensorflow.native_strategies import (
@@ -99,8 +94,8 @@ class TensorFlowGroup(ComponentGroup):
         self.seeds = SeedGenerators(self.call_outside, workers)
         self.builds = 0  # how often a replica has created or built something
         self._attributes = GroupAttributes(len(devices), tf.is_tensor)
-        self._functions = CompileCache(lambda: CompiledFunction(self))
-        self.reductions = RunReductions()
+        self._functions = CompileCache(lambda: compile_cache.CompiledFunction(self))
+        self.reductions = compile_cache.RunReductions()
 
     def scope(self):
         return self.native.scope()
@@ -150,7 +145,7 @@ class TensorFlowGroup(ComponentGroup):
     def trainer_scope(
         self, model: Any, method: str, arguments: dict[str, Any]
     ) -> AbstractContextManager[Any]:
-        return reraise_failed_checks()
+        return compile_cache.reraise_failed_checks()
 
     def check_cross_replica_apply(self) -> None:
         raise RuntimeError(
@@ -223,7 +218,7 @@ class TensorFlowGroup(ComponentGroup):
         options: RunOptions,
         scope: Callable[[], AbstractContextManager[Any]],
     ) -> Any:
-        with scope(), reraise_failed_checks():
+        with scope(), compile_cache.reraise_failed_checks():
             if options.compile is False:
                 with self.collective_scope("strategy.run"):
                     return self.call(fn, args, kwargs)

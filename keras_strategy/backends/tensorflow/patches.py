@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import LossScaleOptimizer, Optimizer
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import cond_v2
 
@@ -47,10 +48,8 @@ from keras_strategy.keras_patches.patch import (
     model_hook,
     model_on_replicas,
 )
-from keras_strategy.training.ownership import (
-    check_owner,
-    strategy_of_variable,
-)
+from keras_strategy.keras_patches.random import keras_seeds
+from keras_strategy.training.ownership import check_owner, strategy_of_variable
 from keras_strategy.training.row_weights import (
     compute_average_loss,
     local_bounds,
@@ -61,7 +60,6 @@ from keras_strategy.training.sharding import flat_shards_of
 from keras_strategy.training.train_step import count_rows
 from keras_strategy.training.variable_sync import is_sync_on_read, no_value_error
 
-keras_seeds = find_module("global_seed_generator", "keras.src.random.seed_generator")
 keras_losses = find_module("scale_loss_for_distribution", "keras.src.losses.loss")
 in_stateless_scope = find_module(
     "in_stateless_scope", "keras.src.backend.common.stateless_scope"
@@ -123,10 +121,7 @@ def _initialize(original, strategy, self, value):
 
 
 @hook(
-    keras.Variable,
-    "_map_aggregation",
-    "(self, aggregation)",
-    when=in_distributed_scope,
+    keras.Variable, "_map_aggregation", "(self, aggregation)", when=in_distributed_scope
 )
 def _map_aggregation(original, strategy, self, aggregation):
     """Disable native aggregation of assignments."""
@@ -394,10 +389,9 @@ def _global_seed_generator(original, replica):
 
 # --- optimizers
 
-_Optimizer = keras.optimizers.Optimizer
 # The backend-neutral base class, which TensorFlow's overrides.
 _NeutralOptimizer: Any = [
-    cls for cls in _Optimizer.__mro__ if "_backend_update_step" in vars(cls)
+    cls for cls in Optimizer.__mro__ if "_backend_update_step" in vars(cls)
 ][-1]
 
 
@@ -417,17 +411,17 @@ _BACKEND_NEUTRAL = {
     "_overwrite_model_variables_with_average_value": "(self, trainable_variables)",
     "_backend_increment_gradient_accumulators": "(self, grads, acc_grads)",
 }
-if hasattr(_Optimizer, "_backend_maybe_overwrite_model_variables"):
+if hasattr(Optimizer, "_backend_maybe_overwrite_model_variables"):
     # Since Keras 3.16, with a merge_call that fails in replicas.
     _BACKEND_NEUTRAL["_backend_maybe_overwrite_model_variables"] = (
         "(self, trainable_variables)"
     )
 for _name, _signature in _BACKEND_NEUTRAL.items():
-    hook(_Optimizer, _name, _signature, when=in_distributed_scope)(_backend_neutral)
+    hook(Optimizer, _name, _signature, when=in_distributed_scope)(_backend_neutral)
 
 
 @hook(
-    _Optimizer,
+    Optimizer,
     ("assign", "assign_add", "assign_sub"),
     "(self, variable, value)",
     when=in_distributed_scope,
@@ -451,7 +445,7 @@ def _assign_component(original, strategy, self, variable, value):
 
 
 @hook(
-    keras.optimizers.LossScaleOptimizer,
+    LossScaleOptimizer,
     "_tf_apply",
     "(self, grads, trainable_variables=None)",
     when=in_replica,

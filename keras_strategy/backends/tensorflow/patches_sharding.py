@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras import ops
+from keras.optimizers import Optimizer
 
 from keras_strategy.backends.tensorflow.replica import (
     SHARD,
@@ -86,12 +87,12 @@ class _ReplicaShardsScope(ShardedUpdateScope):
         else:
             shard.write(value)
 
-    def squared_norms(self, squares: Sequence[Any]) -> tuple[list[Any], Any]:
+    def squared_norms(self, squares: Sequence[Any]) -> Any:
         return self._norms
 
 
 @hook(
-    keras.optimizers.Optimizer,
+    Optimizer,
     "_backend_apply_gradients",
     "(self, grads, trainable_variables)",
     when=optimizer_sharding_of,
@@ -145,12 +146,7 @@ def _apply_gradients(original, sharding, self, grads, trainable_variables):
         replica.write(weight, value)
 
 
-@hook(
-    keras.optimizers.Optimizer,
-    "_var_key",
-    "(self, variable)",
-    when=current_update_scope,
-)
+@hook(Optimizer, "_var_key", "(self, variable)", when=current_update_scope)
 def _var_key(original, scope, self, variable):
     """Look up a weight by its stored variable while the scope shows its shard."""
     return original(self, stored_value(variable))
@@ -193,12 +189,7 @@ def _serialize_to_tensors(original, shares, self):
     return {_VALUE: self.value}
 
 
-@hook(
-    keras.Variable,
-    "_restore_from_tensors",
-    "(self, restored_tensors)",
-    when=_shares,
-)
+@hook(keras.Variable, "_restore_from_tensors", "(self, restored_tensors)", when=_shares)
 def _restore_from_tensors(original, shares, self, restored_tensors):
     """Restore each replica's shard from the full value."""
     self.assign(restored_tensors[_VALUE])

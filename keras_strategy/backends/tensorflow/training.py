@@ -216,7 +216,6 @@ def remove_optionals(batch: Any) -> Any:
 
 
 def make_traceable(batch: Any) -> Any:
-    """Return a batch that a tf.function takes."""
     return TensorLocalRows(**vars(batch)) if isinstance(batch, LocalRows) else batch
 
 

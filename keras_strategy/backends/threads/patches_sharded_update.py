@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 from keras import ops
+from keras.optimizers import Optimizer
 
 from keras_strategy.keras_patches.patch import find_module, hook, multi_replica_only
 
@@ -70,12 +71,7 @@ def current_update_scope(optimizer: Any) -> ShardedUpdateScope | None:
     return scope if isinstance(scope, ShardedUpdateScope) else None
 
 
-@hook(
-    keras.optimizers.Optimizer,
-    "_clip_gradients",
-    "(self, grads)",
-    when=current_update_scope,
-)
+@hook(Optimizer, "_clip_gradients", "(self, grads)", when=current_update_scope)
 def _clip_gradients(original, scope, self, grads):
     """Clip by the norms of the full gradients, of which each replica has a shard."""
     if not (self.clipnorm or self.global_clipnorm):

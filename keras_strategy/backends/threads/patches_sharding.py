@@ -1,16 +1,20 @@
-"""Patches of optimizers whose slots are sharded over the replicas."""
+"""Patches of optimizers whose slots are sharded over the replicas, and their plan."""
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
-import keras
+import numpy as np
+from keras.optimizers import LossScaleOptimizer, Optimizer
 
+from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.patch import (
     hook,
     in_distributed_scope,
     multi_replica_only,
 )
+from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.training.sharding import (
     OPTIMIZER_SHARDING,
     OptimizerSharding,
@@ -27,7 +31,7 @@ _WITHOUT_REFERENCE = ("_r", "_c")
 
 
 @hook(
-    keras.optimizers.Optimizer,
+    Optimizer,
     "add_variable_from_reference",
     ("reference_variable",),
     multi_replica_only=True,
@@ -129,14 +133,36 @@ def apply_outside_replicas_error(optimizer: Any) -> RuntimeError:
     )
 
 
-@hook(
-    keras.optimizers.Optimizer,
-    "_apply_weight_decay",
-    "(self, variables)",
-    when=optimizer_sharding_of,
-)
+@hook(Optimizer, "_apply_weight_decay", "(self, variables)", when=optimizer_sharding_of)
 def _apply_weight_decay(original, sharding, self, variables):
     """Allow a replica without decaying weights, which Keras does not expect."""
     variables = [v for v in variables if self._use_weight_decay(v)]
     if variables:
         original(self, variables)
+
+
+def plan_slots(
+    slots: Sequence[Any], replicas: int, shard: str | None
+) -> tuple[int, bool]:
+    """Return the most bytes that a replica has of slots, and if these are sharded."""
+    local, shardings = np.zeros(replicas, "int64"), {}
+    for slot in slots:
+        optimizer, weight = slot_origin(slot)
+        if optimizer is not None and optimizer not in shardings:
+            shardings[optimizer] = shard and new_sharding(optimizer, replicas)
+        sharding = shardings.get(optimizer)
+        if not sharding or weight.overwrite_with_gradient:
+            local += byte_count(slot)
+        else:
+            shards = np.diff(sharding.shards_for(weight, slot.shape).bounds)[:, 0]
+            local += shards * byte_count(slot) // max(int(shards.sum()), 1)
+    return int(local.max()), any(shardings.values())
+
+
+def can_scatter(optimizer: Any) -> bool:
+    """Return True if processes send each other shards of the gradients alone."""
+    return (
+        not get_engine().list_devices("gpu")
+        and optimizer.loss_scale_factor is None
+        and not isinstance(optimizer, LossScaleOptimizer)
+    )

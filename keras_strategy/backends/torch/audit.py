@@ -18,8 +18,6 @@ from keras_strategy.keras_patches.variables_optimizers import stored_value
 
 
 class Adapter(AuditAdapter):
-    """Access to torch for an audit."""
-
     def host_copy(self, x: Any) -> np.ndarray | None:
         if not isinstance(x, torch.Tensor) or x.is_meta:
             return None

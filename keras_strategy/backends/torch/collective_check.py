@@ -39,11 +39,7 @@ class _ExpectedSum:
     """A sum that all workers made after the same operation."""
 
     def __init__(
-        self,
-        checksum: bytes,
-        buffer: torch.Tensor,
-        sizes: Sequence[int],
-        workers: int,
+        self, checksum: bytes, buffer: torch.Tensor, sizes: Sequence[int], workers: int
     ):
         numbers = checksum_tail(checksum)
         self.checksum, self.sizes = checksum, sizes

@@ -64,7 +64,7 @@ class TorchWorkers(WorkerCollectives):
         # in Keras's own `train_step`. The user's step may change a gradient by its
         # `data`, which torch does not notice.
         self._bucket_bytes = cluster.options.bytes_per_pack
-        # Looked up in each call, since `profiling` replaces it.
+        # Looked up in each call, since `costs` replaces it.
         all_reduce = lambda *args, **kwargs: dist.all_reduce(*args, **kwargs)  # noqa: E731
         self.verifier = CollectiveVerifier(self.size, all_reduce)
         # Workers on the CPUs of one machine would use the cores that compute.
@@ -143,16 +143,12 @@ class TorchWorkers(WorkerCollectives):
             return unflatten(flat, tensors)
         assert variables is not None
         parameters = [stored_value(variable) for variable in variables]
+        pairs = zip(parameters, tensors, strict=True)
         has_room = len(self._gradients) < _MAX_LAYOUTS
         if (
             early is None
             and has_room
-            and all(
-                parameter is not None
-                and parameter.is_leaf
-                and parameter.grad is gradient
-                for parameter, gradient in zip(parameters, tensors, strict=True)
-            )
+            and all(p is not None and p.is_leaf and p.grad is g for p, g in pairs)
         ):
             early = GradientBuckets(self, checksum, parameters, buckets)
             self._gradients[checksum] = early

@@ -277,12 +277,11 @@ class CompiledModel:
         """Log which forward passes are compiled, if that is new."""
         graphs = [f"'{f.layer.name}'" for f in self._passes if f.has_graph]
         eager = [f"'{f.layer.name}' ({why})" for f in self._passes for why in f.refused]
-        parts = []
-        what = "the forward pass"
-        if self.step is not None and self.step.has_graph:
-            graphs = graphs or [f"'{self._model.name}'"]
-            what = "the forward pass with loss and metrics"
+        parts, what = [], "the forward pass"
         if self.step is not None:
+            if self.step.has_graph:
+                graphs = graphs or [f"'{self._model.name}'"]
+                what = "the forward pass with loss and metrics"
             known = {why for forward in self._passes for why in forward.refused}
             eager += [
                 f"the loss and metrics of '{self._model.name}' ({why})"
@@ -313,6 +312,10 @@ class CompiledModel:
 class _Graph:
     """A function of a model, compiled if possible."""
 
+    _traced: Callable[..., Any]  # computes the outputs of the graph
+    _call_eagerly: Callable[..., Any]
+    _apply_results: Callable[..., Any]  # of a graph, to the replica
+
     def __init__(self, layer: keras.Model, compiled: CompiledModel):
         self.layer = layer
         self.has_graph = False  # True if a graph was executed
@@ -324,10 +327,6 @@ class _Graph:
         self._eager_kinds: set[Any] = set()
         self._graph: Callable[..., Any] | None = None
 
-    def _traced(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the outputs of the graph."""
-        raise NotImplementedError
-
     def _select_variables(self) -> list[Any]:
         # Reads of sums are recorded, and metrics depend on the replica's rows.
         return [
@@ -335,19 +334,6 @@ class _Graph:
             for variable in self.layer.variables
             if variable.aggregation != "sum" and not is_sync_on_read(variable)
         ]
-
-    def _call_eagerly(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    def _apply_results(
-        self,
-        values: Sequence[torch.Tensor],
-        outputs: Any,
-        masks: Sequence[Any],
-        written: dict[int, torch.Tensor],
-        losses: Sequence[tuple[Any, Any]],
-    ) -> Any:
-        raise NotImplementedError
 
     def _execute(
         self, replica: Any, args: tuple, kwargs: dict, row_weight: Any = None

@@ -59,9 +59,6 @@ class TorchEngine(Engine):
         kind = (device_type or ("gpu" if counts["gpu"] else "cpu")).lower()
         return [f"{kind}:{index}" for index in range(counts.get(kind, 0))]
 
-    def sharding_unsupported_reason(self, shard: str) -> str | None:
-        return None
-
     def virtual_replicas_unsupported_reason(self) -> str | None:
         return None
 

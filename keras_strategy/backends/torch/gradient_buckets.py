@@ -164,10 +164,8 @@ class GradientBuckets:
         buffer = None
         if self.early and self._workers.verifier.sent:
             # Another model's buckets may have the same sizes.
-            if (weight, len(gradients)) == (
-                self._weight,
-                len(self._parameters),
-            ) and all(
+            known = self._weight, len(self._parameters)
+            if (weight, len(gradients)) == known and all(
                 gradients[index] is tensor and tensor._version == version
                 for index, (tensor, version) in self.early.items()
             ):

@@ -12,15 +12,10 @@ import numpy as np
 import torch
 
 from keras_strategy.backends.single import arrays_to_tensors
-from keras_strategy.backends.threads.patches import (
-    MergedScope,
-    applied_settings,
-    copy_settings,
-    current_stateless_scope,
-    keep_global_seed_generator,
-)
+from keras_strategy.backends.threads import patches as thread_patches
 from keras_strategy.backends.threads.patches_sharding import shard_adopted_slot
 from keras_strategy.backends.threads.pool import KerasStep, ReplicaThreads, TurnScheduler
+from keras_strategy.backends.torch import state
 from keras_strategy.backends.torch.collectives import TorchWorkers
 from keras_strategy.backends.torch.gradient_buckets import FlatBufferPool
 from keras_strategy.backends.torch.replica import (
@@ -30,12 +25,6 @@ from keras_strategy.backends.torch.replica import (
     returned_variable,
 )
 from keras_strategy.backends.torch.sharding import ReplicaReads, WeightUnits, unit_of
-from keras_strategy.backends.torch.state import (
-    Layout,
-    ShardedComponents,
-    find_components,
-    get_or_create_components,
-)
 from keras_strategy.backends.torch.training import LogReaderDetector
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import GroupAttributes
@@ -86,7 +75,7 @@ class TorchGroup(ComponentGroup):
         home = central and torch_device(central)
         # The device of new variables, and of the results of cross-replica calls.
         self._device = home or self.torch_devices[0]
-        self.layout = Layout(self.torch_devices, workers, self.topology, home)
+        self.layout = state.Layout(self.torch_devices, workers, self.topology, home)
         self._threads = ReplicaThreads(devices)
         self._attributes = GroupAttributes(len(devices), torch.is_tensor)
         self._lock = threading.Lock()
@@ -102,7 +91,7 @@ class TorchGroup(ComponentGroup):
         ownership.broadcast_from_chief(self.strategy, variables)
         for variable in variables:
             if not shard_adopted_slot(self.strategy, variable):
-                get_or_create_components(variable, self.layout)
+                state.get_or_create_components(variable, self.layout)
 
     def initial_value(self, variable: Any) -> torch.Tensor:
         return stored_value(variable)
@@ -125,9 +114,9 @@ class TorchGroup(ComponentGroup):
         return contextlib.nullcontext()
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
-        scope = current_stateless_scope()
-        components = get_or_create_components(variable, self.layout)
-        if isinstance(scope, MergedScope):
+        scope = thread_patches.current_stateless_scope()
+        components = state.get_or_create_components(variable, self.layout)
+        if isinstance(scope, thread_patches.MergedScope):
             tensors = scope.components(variable)
         else:
             components.refresh(variable)
@@ -144,7 +133,7 @@ class TorchGroup(ComponentGroup):
                 byte_count(variable) if device == central else 0
                 for device in self.devices
             )
-        components = find_components(variable)
+        components = state.find_components(variable)
         if components is None or components.shards is None:
             owners = enumerate(self.layout.owners)
             size, on_read = byte_count(variable), is_sync_on_read(variable)
@@ -152,7 +141,7 @@ class TorchGroup(ComponentGroup):
         return tuple(t.nbytes for t in components.tensors)
 
     def local_shards(self, variable: Any) -> list[tuple[int, torch.Tensor]]:
-        components: Any = get_or_create_components(variable, self.layout)
+        components: Any = state.get_or_create_components(variable, self.layout)
         replicas = zip(self.topology.local_replicas, components.tensors, strict=True)
         return [
             (components.shards.bounds[replica][0], tensor.detach())
@@ -174,14 +163,14 @@ class TorchGroup(ComponentGroup):
 
     def share(self, variable: Any, shares: FlatShards) -> None:
         """Leave each replica its shard of an initialized variable."""
-        ShardedComponents(variable, self.layout, shares)
+        state.ShardedComponents(variable, self.layout, shares)
 
     def assign_components(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
-        scope = current_stateless_scope()
-        if isinstance(scope, MergedScope):
+        scope = thread_patches.current_stateless_scope()
+        if isinstance(scope, thread_patches.MergedScope):
             scope.assign_components(variable, values)
         else:
-            get_or_create_components(variable, self.layout).assign_each(values)
+            state.get_or_create_components(variable, self.layout).assign_each(values)
 
     def run(
         self,
@@ -225,13 +214,13 @@ class TorchGroup(ComponentGroup):
                 replica.unit_reads = ReplicaReads(self.units, replica, scopes, sums)
             functions = [replica.unit_reads.track(fn) for replica in replicas]
         # Replicas have this thread's settings.
-        settings, gradients = copy_settings(), torch.is_grad_enabled()
+        settings, gradients = thread_patches.copy_settings(), torch.is_grad_enabled()
 
         @contextlib.contextmanager
         def entered(replica):
             index = replica.index
             with (
-                applied_settings(settings),
+                thread_patches.applied_settings(settings),
                 torch.set_grad_enabled(gradients),
                 self.device_scopes[index](),
                 keras.device(self.torch_devices[index]),
@@ -273,7 +262,7 @@ class TorchGroup(ComponentGroup):
             )
             for replica in replicas:
                 replica.scope.commit()
-            keep_global_seed_generator(turns.seed_generator)
+            thread_patches.keep_global_seed_generator(turns.seed_generator)
         except BaseException as error:
             self._roll_back(error, replicas)
             raise
@@ -291,7 +280,7 @@ class TorchGroup(ComponentGroup):
         for replica in replicas:
             changed.update(replica.scope.changed_in_place)
         for variable in changed.values():
-            components = get_or_create_components(variable, self.layout)
+            components = state.get_or_create_components(variable, self.layout)
             if components.shards is None:
                 components.version = -1  # unknown
                 components.refresh(variable)

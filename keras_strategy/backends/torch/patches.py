@@ -56,6 +56,16 @@ from keras_strategy.training.row_weights import local_bounds
 from keras_strategy.training.saving import overridden_value
 from keras_strategy.training.train_step import merge_worker_metrics
 
+keras_random = find_module(
+    "dropout torch_seed_generator", "keras.src.backend.torch.random"
+)
+AutocastScope: Any = find_module(
+    "AutocastScope", "keras.src.backend.common.variables"
+).AutocastScope
+TorchEpochIterator: Any = find_module(
+    "TorchEpochIterator", "keras.src.backend.torch.trainer"
+).TorchEpochIterator
+
 
 @torch.no_grad()
 def _sync_buffers(
@@ -92,16 +102,6 @@ def _sync_buffers(
             if name in statistics:
                 buffer.copy_(buffers[name])
 
-
-keras_random = find_module(
-    "dropout torch_seed_generator", "keras.src.backend.torch.random"
-)
-AutocastScope: Any = find_module(
-    "AutocastScope", "keras.src.backend.common.variables"
-).AutocastScope
-TorchEpochIterator: Any = find_module(
-    "TorchEpochIterator", "keras.src.backend.torch.trainer"
-).TorchEpochIterator
 
 # --- random numbers
 
@@ -483,9 +483,8 @@ def _get_metrics_result(original, strategy, self):
         components = state.get_or_create_components(variable, group.layout)
         return components.local_summands(variable)
 
-    sum_all = functools.partial(group.layout.sum_each, "logs")
     with torch.no_grad():
-        return merge_worker_metrics(self, local_summands, sum_all)
+        return merge_worker_metrics(self, local_summands, group.layout.sum_logs)
 
 
 # The backend-independent method, which torch's trainer overrides since Keras 3.16.

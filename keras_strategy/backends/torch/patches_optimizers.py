@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import keras
 import torch
+from keras.optimizers import LossScaleOptimizer, Optimizer
 
 from keras_strategy.backends.threads.patches import (
     current_stateless_scope,
@@ -23,18 +24,13 @@ from keras_strategy.backends.threads.patches_sharding import (
     apply_outside_replicas_error,
     get_or_create_sharding,
 )
+from keras_strategy.backends.torch import state
 from keras_strategy.backends.torch.gradient_buckets import (
     MAX_BUCKET_BYTES,
     bucket_by_size,
 )
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.sharding import UNIT_BYTES, WeightUnits, unit_of
-from keras_strategy.backends.torch.state import (
-    ShardedGradient,
-    find_components,
-    gradient_shard,
-    shard_of,
-)
 from keras_strategy.keras_patches.patch import (
     find_module,
     hook,
@@ -222,18 +218,13 @@ def _gather_updated_weights(
             update.tensor.copy_(torch.cat(shards).view(update.shards.shape))
 
 
-@hook(
-    keras.optimizers.LossScaleOptimizer,
-    "check_finite",
-    "(self, grads)",
-    when=in_replica,
-)
+@hook(LossScaleOptimizer, "check_finite", "(self, grads)", when=in_replica)
 def _check_finite(original, replica, self, grads):
     """Check all shards of the gradients, of which each replica has one."""
-    if not any(isinstance(gradient, ShardedGradient) for gradient in grads):
+    if not any(isinstance(gradient, state.ShardedGradient) for gradient in grads):
         return original(self, grads)
     local = [
-        g.shard(replica.id) if isinstance(g, ShardedGradient) else g
+        g.shard(replica.id) if isinstance(g, state.ShardedGradient) else g
         for g in grads
         if g is not None
     ]
@@ -257,7 +248,7 @@ def _sharding_to_update(optimizer: Any) -> Any:
 
 
 @hook(
-    keras.optimizers.Optimizer,
+    Optimizer,
     "_backend_apply_gradients",
     "(self, grads, trainable_variables)",
     when=_sharding_to_update,
@@ -284,14 +275,14 @@ def _apply_gradients(original, sharding, self, grads, trainable_variables):
     for weight in weights:
         tensor, spec = shards[id(weight)], sharding.shards_for(weight, weight.shape)
         if unit_of(weight) is not None:
-            written.append(find_components(weight))
+            written.append(state.find_components(weight))
             continue
-        shards[id(weight)] = shard_of(tensor, spec, replica.id)
+        shards[id(weight)] = state.shard_of(tensor, spec, replica.id)
         updates[id(weight)] = _ShardedUpdate(tensor, shards[id(weight)], spec)
     indices = sharding.gradient_indices(replica.id, trainable_variables)
     local_weights = [trainable_variables[index] for index in indices]
     local_grads = [
-        gradient_shard(
+        state.gradient_shard(
             grads[index], sharding.shards_for(weight, weight.shape), replica.id
         )
         for index, weight in zip(indices, local_weights, strict=True)

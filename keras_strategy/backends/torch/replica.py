@@ -175,18 +175,17 @@ class TorchReplica(ThreadReplica):
     def weighted_sum(
         self, tensors: Sequence[torch.Tensor], weight: float | None
     ) -> list[torch.Tensor]:
-        whole = [t for t in tensors if not isinstance(t, ShardedGradient)]
-        if len(whole) < len(tensors):
-            self._sum_terms([t for t in tensors if isinstance(t, ShardedGradient)])
+        sharded = [t for t in tensors if isinstance(t, ShardedGradient)]
+        if sharded:
+            self._sum_terms(sharded)
+            whole = [t for t in tensors if not isinstance(t, ShardedGradient)]
             sums = iter(self.weighted_sum(whole, weight) if whole else ())
-            is_recorded = active_recorder(self._strategy) is not None
+            if active_recorder(self._strategy) is not None:
+                sharded = list(map(self._gather_gradient, sharded))
+            totals = iter(sharded)
             return [
-                next(sums)
-                if not isinstance(tensor, ShardedGradient)
-                else self._gather_gradient(tensor)
-                if is_recorded
-                else tensor
-                for tensor in tensors
+                next(totals if isinstance(t, ShardedGradient) else sums)
+                for t in tensors
             ]
 
         def sum_weighted(flat: torch.Tensor) -> torch.Tensor:

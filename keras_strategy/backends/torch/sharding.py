@@ -43,10 +43,7 @@ from keras_strategy.backends.torch.state import (
     stand_in,
 )
 from keras_strategy.errors import MirrorError
-from keras_strategy.keras_patches.variables_optimizers import (
-    is_autocast,
-    stored_value,
-)
+from keras_strategy.keras_patches.variables_optimizers import is_autocast, stored_value
 from keras_strategy.training.saving import overridden_value
 from keras_strategy.training.sharding import (
     FlatShards,

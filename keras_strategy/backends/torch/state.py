@@ -81,16 +81,14 @@ class Layout:
         leaves = {range(i, i + 1): tensor for i, tensor in enumerate(local)}
         return sum_in_tree(range(len(local)), leaves, torch.add)
 
-    def sum_each(
-        self, name: str, tensors: Sequence[Sequence[torch.Tensor]]
-    ) -> list[torch.Tensor]:
+    def sum_logs(self, logs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Sum several values in one collective, given those of each local replica."""
-        if not (self.topology.sums_in_tree and tensors):
-            sums = list(map(sum_tensors, tensors))
-            return sums if self.workers is None else self.workers.sum_all(name, sums)
-        tensors = [[t.to(parts[0].device) for t in parts] for parts in tensors]
-        by_replica = zip(*tensors, strict=True)
-        return map_flattened(lambda *flats: self.sum(name, flats), *by_replica)
+        if not (self.topology.sums_in_tree and logs):
+            sums = list(map(sum_tensors, logs))
+            return sums if self.workers is None else self.workers.sum_all("logs", sums)
+        logs = [[t.to(parts[0].device) for t in parts] for parts in logs]
+        by_replica = zip(*logs, strict=True)
+        return map_flattened(lambda *flats: self.sum("logs", flats), *by_replica)
 
 
 class Components:
@@ -322,7 +320,6 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient(shape={tuple(self.shape)})"
 
     def shard(self, replica: int) -> torch.Tensor:
-        """Return a replica's shard of the sum."""
         first, *others = [term.shards[replica] for term in self.terms]
         return sum(others, first)
 

@@ -5,7 +5,6 @@ worker, reads them.
 """
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -135,8 +134,7 @@ class BatchFunction:
                 return select_replica(logs, 0, len(weights))
             if names is None:
                 self._metric_names = set(model.get_metrics_result())
-            sum_all = functools.partial(self._group.layout.sum_each, "logs")
-            return rules.average_logs(logs, weights, sum_all)
+            return rules.average_logs(logs, weights, self._group.layout.sum_logs)
 
     def _build(self, batch: Any) -> None:
         """Build an untrained model, once for all replicas."""
