@@ -36,13 +36,13 @@ from keras_strategy.options import (
     RunOptions,
 )
 from keras_strategy.strategies.base import Strategy
+from keras_strategy.strategies.elastic import run_elastic
 from keras_strategy.strategies.extended import StrategyExtended
 from keras_strategy.strategies.inspect import profile, visualize
 from keras_strategy.strategies.mirrored import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
-    run_elastic,
 )
 from keras_strategy.strategies.plan import plan
 from keras_strategy.strategies.tpu import TPUStrategy

@@ -110,6 +110,20 @@ class Strategy(Reports):
 
     Args:
         extended: A `StrategyExtended`, which holds the replicas.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+    import keras_strategy as ks
+
+    strategy = ks.MirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
+    ```
     """
 
     _batch_statistics: str | None = None

@@ -1,24 +1,17 @@
-"""Strategies with a copy of each variable on each device, and the default strategy.
-
-`run_elastic` calls a training function that creates one again when workers change.
-"""
+"""Strategies with a copy of each variable on each device, and the default strategy."""
 
 import contextlib
-import gc
-import importlib
 import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import keras
 
 from keras_strategy.backends.single import SingleReplicaGroup
-from keras_strategy.cluster.elastic import WorkersChangedError, elastic_worker
-from keras_strategy.cluster.membership import Cluster, current_cluster, join_cluster
-from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED
+from keras_strategy.cluster.membership import Cluster, join_cluster
 from keras_strategy.cluster_resolver import detect
 from keras_strategy.cluster_resolver.cluster_spec import split_host_port
 from keras_strategy.core.registry import get_engine
@@ -28,18 +21,14 @@ from keras_strategy.devices import (
     repeat_devices,
     resolve_devices,
 )
-from keras_strategy.errors import ClusterError, WorkerFailedError
 from keras_strategy.options import CommunicationOptions, check_communication_options
-from keras_strategy.strategies.base import Strategy, close_strategies
+from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.extended import StrategyExtended, resolve_local_devices
 from keras_strategy.training.cross_device_ops import (
     CrossDeviceOps,
     check_cross_device_ops,
 )
 from keras_strategy.training.resume import sync_random_states
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 logger = logging.getLogger("keras_strategy")
 
@@ -159,8 +148,7 @@ class MirroredStrategy(Strategy):
     ):
         check_cross_device_ops(cross_device_ops)
         self._cross_device_ops = cross_device_ops
-        options = batch_statistics, shard, virtual_replicas, cross_device_ops
-        self._set_options(*options)
+        self._set_options(batch_statistics, shard, virtual_replicas, cross_device_ops)
         self._devices = resolve_local_devices(devices)
         _log_if_in_turns(self._devices)
         devices = repeat_devices(self._devices, virtual_replicas)
@@ -319,81 +307,3 @@ def _local_devices(devices: tuple[str, ...], workers: Cluster) -> tuple[str, ...
         return devices
     first = neighbours.index(workers.rank) * share
     return devices[first : first + share]
-
-
-def run_elastic(
-    train: Callable[Arguments, Result],
-    *args: Arguments.args,
-    **kwargs: Arguments.kwargs,
-) -> Result:
-    """Call `train`, and call it again with the remaining workers when some fail.
-
-    `keras-strategy run --min-workers` starts such programs. When a worker ends, the
-    others leave `train`, form a new cluster and call it again. The ended worker is
-    started again; when it is ready, all workers leave `train` after the current batch
-    and call it again with one more. On torch the other processes go on; on JAX and
-    TensorFlow, whose engines connect once, all workers start again.
-
-    `train` creates its strategy, its model and its data anew in each call. It resumes
-    by a `BackupAndRestore` that it passes to `fit`, or by a
-    `PreemptionCheckpointHandler`. Both save before a worker joins. When one fails, what
-    follows the last backup is trained again: choose `save_freq` accordingly.
-
-    Without that launcher, this calls `train` once.
-
-    Args:
-        train: The function, which creates a `MultiWorkerMirroredStrategy`.
-        *args: Its arguments.
-        **kwargs: Its keyword arguments.
-
-    Returns:
-        What `train` returns, when it ends.
-
-    Raises:
-        Exception: What `train` raises, unless another worker's failure caused it.
-
-    Example:
-
-    ```python
-    import keras
-    import numpy as np
-    import keras_strategy as ks
-
-    def train(epochs):
-        keras.utils.set_random_seed(1)
-        strategy = ks.MultiWorkerMirroredStrategy()
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-            model.compile("adam", "mse")
-        x, y = np.ones((8, 2)), np.ones((8, 1))
-        backup = ks.callbacks.BackupAndRestore("backup", save_freq=10)
-        model.fit(x, y, batch_size=4, epochs=epochs, callbacks=[backup], verbose=0)
-        return model.get_weights()
-
-    weights = ks.run_elastic(train, epochs=2)
-    ```
-    """
-    worker = elastic_worker()
-    if worker is None:
-        return train(*args, **kwargs)
-    can_disconnect = get_engine().can_disconnect
-    # `fit` imports it where it is installed: do so before other workers wait.
-    with contextlib.suppress(ImportError):
-        importlib.import_module("tensorflow")
-    while True:
-        worker.wait_for_cluster()
-        try:
-            return train(*args, **kwargs)
-        except (WorkerFailedError, WorkersChangedError, ClusterError) as error:
-            if isinstance(error, ClusterError) and not worker.must_leave:
-                raise
-            if not can_disconnect:
-                if isinstance(error, WorkerFailedError):
-                    raise
-                sys.exit(EXIT_OTHER_WORKER_FAILED)
-            if str(error):
-                logger.warning("Training stops to go on with other workers: %s", error)
-        cluster = current_cluster()
-        if cluster is not None:
-            close_strategies(cluster)
-        gc.collect()  # the model that the error's traceback referred to

@@ -313,7 +313,7 @@ def test_step_that_begins_to_reduce_is_refused(two):
         return history["steps"]
 
     assert fit(first=0) == fit(first=99)
-    with pytest.raises(RuntimeError, match="calls `all_reduce` after `optimizer.apply`"):
+    with pytest.raises(RuntimeError, match="calls `all_reduce` after"):
         fit(first=4)
 
 
@@ -335,9 +335,7 @@ def test_unfrozen_statistics_are_averaged(two):
         with two.scope():
             model = kind([keras.Input((3,)), keras.layers.BatchNormalization()])
             model.compile("sgd", "mse")
-        model.fit(
-            *(X, Y), batch_size=4, epochs=3, verbose=0, callbacks=[Unfreeze()]
-        )
+        model.fit(*(X, Y), batch_size=4, epochs=3, verbose=0, callbacks=[Unfreeze()])
         return model.get_weights()
 
     expected = fit(CustomStep)

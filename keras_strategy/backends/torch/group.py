@@ -14,7 +14,11 @@ import torch
 from keras_strategy.backends.single import arrays_to_tensors
 from keras_strategy.backends.threads import patches as thread_patches
 from keras_strategy.backends.threads.patches_sharding import shard_adopted_slot
-from keras_strategy.backends.threads.pool import KerasStep, ReplicaThreads, TurnScheduler
+from keras_strategy.backends.threads.pool import (
+    KerasStep,
+    ReplicaThreads,
+    TurnScheduler,
+)
 from keras_strategy.backends.torch import state
 from keras_strategy.backends.torch.collectives import TorchWorkers
 from keras_strategy.backends.torch.gradient_buckets import FlatBufferPool
