@@ -379,6 +379,18 @@ def test_trial_leaves_no_state(two):
     )
     assert one.model.calls == many.model.calls
 
+def test_audit_leaves_sample_weights_unchanged(two, caplog):
+    """On torch, Keras's losses write to the weights of values that have a mask."""
+    x, y = models.steps(11)
+
+    def make():
+        return models.compiled(models.masked_steps())
+
+    options = {"sample_weight": models.weights_of(y.shape[:2]), "predicted": 0}
+    one = alone(make, x, y, **options)
+    assert_equal(one, train(two, make, x, y, **options))
+    assert not warnings_of(caplog)
+
 
 class WithAStep(Plain):
     def train_step(self, data):
