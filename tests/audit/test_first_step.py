@@ -392,6 +392,16 @@ def test_audit_leaves_sample_weights_unchanged(two, caplog):
     assert not warnings_of(caplog)
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="one device cannot train it")
+def test_loss_of_each_row_warns(two, caplog):
+    def make():
+        return models.compiled(loss=keras.losses.MeanSquaredError(reduction=None))
+
+    train(two, make, X, Y, predicted=0)
+    (message,) = warnings_of(caplog)
+    assert "the gradients of `Sequential.train_step`" in message
+
+
 class WithAStep(Plain):
     def train_step(self, data):
         x, y = data
