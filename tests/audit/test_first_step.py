@@ -379,6 +379,7 @@ def test_trial_leaves_no_state(two):
     )
     assert one.model.calls == many.model.calls
 
+
 def test_audit_leaves_sample_weights_unchanged(two, caplog):
     """On torch, Keras's losses write to the weights of values that have a mask."""
     x, y = models.steps(11)

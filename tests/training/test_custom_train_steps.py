@@ -229,7 +229,9 @@ class MasksWords(keras.Model):
         return super().test_step(self.masked(data))
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="elsewhere one device needs targets")
+@pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="elsewhere one device needs targets"
+)
 def test_targets_of_a_step_equal_one_device(mirrored):
     def make():
         model = MasksWords()
