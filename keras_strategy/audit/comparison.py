@@ -187,8 +187,9 @@ def compare_losses(
         return  # the other workers have the other rows
     for number, loss in enumerate(device.sides.get(-1, Side()).losses):
         if sides and all(number < len(side.losses) for side in sides):
-            parts = (side.losses[number] * np.float64(side.weight) for side in sides)
-            apart = difference(sum(parts), loss, _SMALL_NUMBER)
+            # A mean, since a loss may have one number for each row.
+            parts = (np.mean(s.losses[number]) * np.float64(s.weight) for s in sides)
+            apart = difference(sum(parts), np.mean(loss), _SMALL_NUMBER)
             name = "the loss" if number == 0 else f"loss {number + 1} of the step"
             yield ComparedValue("loss", name, apart, TOLERANCES["loss"])
 

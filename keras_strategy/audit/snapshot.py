@@ -268,7 +268,9 @@ def _is_users_function(value: Any) -> bool:
 
 
 def _works_along_rows(name: str, value: Any) -> bool:
-    """Return True for a layer's axis that includes the batch dimension."""
+    """Return True for the batch dimension as an axis, or a loss for each row."""
+    if name == "reduction":
+        return value in (None, "none")  # TensorFlow adds up the gradients of rows
     if name not in ("axis", "axes"):
         return False
     axes = value if isinstance(value, list | tuple) else [value]

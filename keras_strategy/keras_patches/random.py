@@ -188,10 +188,19 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
     engine = get_engine()
     order = engine.memory_order(inputs)
     batch_dim = _find_batch_dim(replica, "dropout", seed, dims, order)
+    is_seeded = draws_from_seed(seed, noise_shape)
     if batch_dim is None:
         with identical_draws(replica):
-            return original(inputs, rate, noise_shape, seed)
-    is_seeded = draws_from_seed(seed, noise_shape)
+            if is_seeded or isinstance(replica, DryRun):
+                return original(inputs, rate, noise_shape, seed)
+            # On torch, the replicas of a process have one generator, so draw once.
+            ones = engine.ones(dims, inputs, order)
+            mask = replica.draw_once(
+                ("dropout", *dims, seed),
+                lambda: ops.not_equal(original(ones, rate, noise_shape, seed), 0),
+                lambda: None,
+            )
+            return engine.scale_kept(inputs, mask, 1.0 - rate, is_seeded)
     arguments = {"shape": dims, "rate": rate, "dtype": inputs.dtype, "seed": seed}
     mask = _draw_local(replica, batch_dim, "dropout", arguments)
     if mask is not None:

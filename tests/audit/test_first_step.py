@@ -380,6 +380,29 @@ def test_trial_leaves_no_state(two):
     assert one.model.calls == many.model.calls
 
 
+def test_audit_leaves_sample_weights_unchanged(two, caplog):
+    """On torch, Keras's losses write to the weights of values that have a mask."""
+    x, y = models.steps(11)
+
+    def make():
+        return models.compiled(models.masked_steps())
+
+    options = {"sample_weight": models.weights_of(y.shape[:2]), "predicted": 0}
+    one = alone(make, x, y, **options)
+    assert_equal(one, train(two, make, x, y, **options))
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="one device cannot train it")
+def test_loss_of_each_row_warns(two, caplog):
+    def make():
+        return models.compiled(loss=keras.losses.MeanSquaredError(reduction=None))
+
+    train(two, make, X, Y, predicted=0)
+    (message,) = warnings_of(caplog)
+    assert "the gradients of `Sequential.train_step`" in message
+
+
 class WithAStep(Plain):
     def train_step(self, data):
         x, y = data

@@ -203,3 +203,59 @@ def test_step_around_keras_train_step(two):
     many = train(two, make, X, Y, predicted=0)
     assert float(one.model.steps) == float(many.model.steps) == 6
     assert_equal(one, many)
+
+
+class MasksWords(keras.Model):
+    """Its data has no targets: the step makes them, as for masked language models."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(9, 4)
+        self.out = keras.layers.Dense(9)
+        self.seed = keras.random.SeedGenerator(3)
+
+    def call(self, x):
+        return self.out(self.embedding(x))
+
+    def masked(self, x):
+        is_masked = keras.random.uniform(keras.ops.shape(x), seed=self.seed) < 0.4
+        weight = keras.ops.cast(is_masked, "float32")
+        return keras.ops.where(is_masked, 8, x), x, weight
+
+    def train_step(self, data):
+        return super().train_step(self.masked(data))
+
+    def test_step(self, data):
+        return super().test_step(self.masked(data))
+
+
+@pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="elsewhere one device needs targets"
+)
+def test_targets_of_a_step_equal_one_device(mirrored):
+    def make():
+        model = MasksWords()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, weighted_metrics=["accuracy"])
+        return model
+
+    words = RNG.randint(0, 8, (17, 6))
+    options = {"validation_data": words[:11], "predicted": 0}
+    one = train(None, make, words, None, **options)
+    assert_equal(one, train(mirrored(3), make, words, None, **options))
+
+
+class Undecided(keras.Model):
+    def call(self, x):
+        raise ValueError("not with this data")
+
+    def train_step(self, data):
+        return {"loss": keras.ops.mean(self(data[0]))}
+
+
+def test_error_of_a_call_in_a_step_is_raised(mirrored):
+    with scope(mirrored(2)):
+        model = Undecided()
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="not with this data"):
+        model.fit(X, Y, verbose=0)

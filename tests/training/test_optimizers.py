@@ -154,3 +154,54 @@ def test_custom_optimizer_in_run_equals_one_device(name, mirrored):
     one, many = trained(ks.OneDeviceStrategy("cpu:0")), trained(mirrored(3))
     for a, b in zip(one, many, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+class Lookups(keras.layers.Layer):
+    """Adds embeddings of words, and of indices that are `kind`."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.words = keras.layers.Embedding(9, 3)
+        self.others = keras.layers.Embedding(9, 3)
+        self.seed = keras.random.SeedGenerator(3)
+
+    def build(self, shape):
+        self.words.build(shape)
+        self.others.build(shape)
+
+    def call(self, x):
+        indices: Any = ops.arange(ops.shape(x)[1])
+        if self.kind == "the same for all rows":
+            return self.words(x) + self.others(indices)
+        if self.kind == "looked up in one table":
+            return self.words(x) + self.words(indices)
+        if self.kind == "drawn for all rows":
+            drawn = keras.random.randint((7,), 0, 4, seed=self.seed)
+            return self.words(x) + ops.mean(self.others(drawn), axis=0)
+        assert self.kind == "repeated for each row"
+        return self.words(x) + self.others(ops.broadcast_to(indices, ops.shape(x)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "the same for all rows",
+        "looked up in one table",
+        "drawn for all rows",
+        "repeated for each row",
+    ],
+)
+def test_embeddings_of_shared_indices_equal_one_device(kind, mirrored):
+    """On TensorFlow, Keras's optimizers square each slice of a gradient."""
+
+    def make():
+        embedded = [keras.Input((5,), dtype="int32"), Lookups(kind)]
+        out = [keras.layers.Flatten(), keras.layers.Dense(1)]
+        model = keras.Sequential([*embedded, *out])
+        model.compile(keras.optimizers.Adam(0.05, global_clipnorm=0.5), "mse")
+        return model
+
+    words = np.random.RandomState(4).randint(0, 9, (17, 5))
+    one = train(None, make, words, Y, predicted=0)
+    assert_equal(one, train(mirrored(3), make, words, Y, predicted=0))

@@ -9,6 +9,7 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
+from tests.equality import models
 from tests.equality.compare import assert_equal, scope, train
 
 BACKEND = keras.backend.backend()
@@ -335,3 +336,30 @@ def test_bad_switch_is_refused():
 @pytest.fixture(autouse=True)
 def _log(caplog):
     caplog.set_level(logging.WARNING, "keras_strategy")
+
+
+class OfATable(keras.layers.Layer):
+    """Drops entries of a weight, which are the same for all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = keras.layers.Dropout(0.5)  # unseeded
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(24, shape[-1]), name="table")
+
+    def call(self, x, training=False):
+        table = self.dropout(self.table, training=training)
+        return x + keras.ops.sum(table, axis=0)
+
+
+def test_dropout_of_a_weight_equals_one_device(mirrored):
+    def make():
+        out = keras.layers.Dense(1)
+        model = keras.Sequential([keras.Input((4,)), OfATable(), out])
+        model.compile("sgd", "mse")
+        return model
+
+    x, y = models.regression(17)
+    one = train(None, make, x, y, predicted=0)
+    assert_equal(one, train(mirrored(2), make, x, y, predicted=0))

@@ -336,7 +336,14 @@ def _maybe_symbolic_build(original, strategy, self, iterator=None, data_batch=No
         for leaf in keras.tree.flatten(data_batch)
     ):
         count_rows(data_batch)  # raises earlier than the tf.function would
-    self._symbolic_build(data_batch=keras.tree.map_structure(_present, data_batch))
+    try:
+        self._symbolic_build(data_batch=keras.tree.map_structure(_present, data_batch))
+    except Exception:
+        steps = "train_step", "test_step"
+        if all(getattr(type(self), s) is getattr(keras.Model, s) for s in steps):
+            raise
+        # The user's steps may change the data before they call the model. They build
+        # the rest, as on one device.
 
 
 def _present(leaf: Any) -> Any:

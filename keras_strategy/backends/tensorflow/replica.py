@@ -15,6 +15,8 @@ from keras_strategy.backends.tensorflow.tensors import (
     check_same_layout,
     concat_values,
     divide,
+    join_lookups,
+    split_lookups,
     sum_values,
 )
 from keras_strategy.core import context
@@ -251,7 +253,11 @@ class TensorFlowReplica(Replica):
 
     def weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
         with self._outside_branches(self.step.reduction, [*tensors, weight]):
-            return self._weighted_sum(tensors, weight)
+            lookups = [split_lookups(tensor) for tensor in tensors]
+            terms = [part for parts in lookups for part, _ in parts]
+            totals = iter(self._weighted_sum(terms, weight))
+            replicas = self.group.topology.num_replicas
+            return [join_lookups(parts, totals, replicas) for parts in lookups]
 
     def _weighted_sum(self, tensors: Sequence[Any], weight: Any) -> list[Any]:
         terms: list[Any] = []

@@ -4,7 +4,7 @@ Types are checked first, because a collective that fails on unequal shapes makes
 TensorFlow refuse all later ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -75,6 +75,86 @@ def sum_values(values: Sequence[Any]) -> Any:
         tf.concat([value.indices for value in values], 0),
         values[0].dense_shape,
     )
+
+
+# Values of these ops differ between replicas, or depend on the local number of rows.
+_OPS_WITH_ROWS = {"Placeholder", "IteratorGetNext", "Shape", "ShapeN", "Size"}
+
+
+def _source_ops(tensor: Any) -> set[str]:
+    """Return the types of the ops that a tensor's values come from."""
+    types, pending, visited = set(), [tensor], set()
+    while pending:
+        tensor = pending.pop()
+        if isinstance(tensor, tf.__internal__.EagerTensor) or tensor.ref() in visited:
+            continue
+        visited.add(tensor.ref())
+        op, inputs = tensor.op, list(tensor.op.inputs)
+        if op.type == "Placeholder":
+            captures = getattr(tensor.graph, "captures", ())
+            inputs = [outer for outer, inner in captures if inner is tensor]
+            if inputs:
+                pending += inputs
+                continue
+        if op.type == "StridedSlice" and inputs[0].op.type == "Shape":
+            begin = tf.get_static_value(inputs[1])
+            if begin is not None and begin.min() > 0:
+                continue  # the size of another dimension than that of the rows
+        types.add(op.type)
+        if op.type != "ReadVariableOp":
+            pending += inputs[:1] if op.type == "Reshape" else inputs
+    return types
+
+
+def split_lookups(gradient: Any) -> list[tuple[Any, set[str]]]:
+    """Split slices by lookup, with the types of the ops that the indices come from."""
+    indices = getattr(gradient, "indices", None)
+    if indices is None or isinstance(indices, tf.__internal__.EagerTensor):
+        return [(gradient, _OPS_WITH_ROWS)]
+    is_joined = indices.op.type == "ConcatV2"  # its last input is the axis
+    lookups = list(indices.op.inputs)[:-1] if is_joined else [indices]
+    sources = [_source_ops(lookup) for lookup in lookups]
+    if len(lookups) == 1 or all(ops & _OPS_WITH_ROWS for ops in sources):
+        return [(gradient, set.union(*sources))]
+    values = tf.split(gradient.values, [tf.size(lookup) for lookup in lookups])
+    return [
+        (tf.IndexedSlices(part, lookup, gradient.dense_shape), ops)
+        for part, lookup, ops in zip(values, lookups, sources, strict=True)
+    ]
+
+
+def join_lookups(
+    parts: Sequence[tuple[Any, set[str]]], totals: Iterator[Any], replicas: int
+) -> Any:
+    """Join what `split_lookups` returned, with the next totals in its place."""
+    joined = [_add_shared(next(totals), ops, replicas) for _, ops in parts]
+    return joined[0] if len(joined) == 1 else sum_values(joined)
+
+
+def _add_shared(total: Any, source_ops: set[str], replicas: int) -> Any:
+    """Add up the replicas' slices of a lookup that does not depend on their rows.
+
+    One device has one slice for each index then, such as a position. The number of
+    slices matters, because Keras's optimizers square each of them.
+    """
+    if source_ops & _OPS_WITH_ROWS:
+        return total
+    indices, values = total.indices, total.values
+    count = tf.size(indices) // replicas
+    first = indices[:count]
+    is_shared = tf.size(indices) == count * replicas
+    repeated = tf.gather(first, tf.range(tf.size(indices)) % count)
+    is_shared &= tf.reduce_all(repeated == indices)
+    if not any(op.startswith("Stateless") for op in source_ops):
+        # Repeated indices may be those of each row. Random ones may repeat.
+        is_shared &= tf.size(tf.unique(first).y) == count
+
+    def add():
+        shape = tf.concat([[replicas, count], tf.shape(values)[1:]], 0)
+        return tf.reduce_sum(tf.reshape(values, shape), 0), first
+
+    values, indices = tf.cond(is_shared, add, lambda: (values, indices))
+    return tf.IndexedSlices(values, indices, total.dense_shape)
 
 
 def convert_to_reducible(value: Any) -> Any:

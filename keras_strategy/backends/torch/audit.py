@@ -1,6 +1,7 @@
 """Access to torch's own state and to a model's steps, for `keras_strategy.audit`."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,9 +78,13 @@ class Adapter(AuditAdapter):
 
         def step_on_device(batch):
             with torch.set_grad_enabled(kind == "train"):
-                return step(group.arrays_to_tensors(batch))
+                return step(group.arrays_to_tensors(copy.deepcopy(batch)))
 
-        return function.run_batch, step_on_device
+        def step_on_replicas(batch):
+            # Steps may write to their rows, as Keras does to weights with a mask.
+            return function.run_batch(copy.deepcopy(batch))
+
+        return step_on_replicas, step_on_device
 
 
 def _copy_of_gradient(x: torch.Tensor) -> torch.Tensor | None:
