@@ -87,8 +87,7 @@ def check_batch_statistics(batch_statistics: Any) -> str | None:
     raise ValueError(
         "Argument `batch_statistics` must be 'global', for the statistics of the "
         "global batch, or None, for those that the backend computes without "
-        "communication. Received: "
-        f"batch_statistics={batch_statistics!r}"
+        f"communication. Received: batch_statistics={batch_statistics!r}"
     )
 
 

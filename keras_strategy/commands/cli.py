@@ -274,13 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--devices", type=_int_from(1), required=True, metavar="N")
     _add_options(
         plan,
-        (
-            "batch-size",
-            _int_from(1),
-            None,
-            "N",
-            "rows of a step (default: of fit)",
-        ),
+        ("batch-size", _int_from(1), None, "N", "rows of a step (default: of fit)"),
         ("memory", _bytes, None, "SIZE", "of a device, such as 80GB or 16GiB"),
         ("bandwidth", _bytes, None, "SIZE", "what a device sends in a second"),
     )

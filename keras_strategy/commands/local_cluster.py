@@ -79,11 +79,7 @@ class LocalCluster:
         """Return a cluster of so many workers on free ports."""
         rendezvous_port, *ports = free_ports(workers + 1)
         return cls(
-            tuple(ports),
-            rendezvous_port,
-            chief,
-            devices_per_worker,
-            indices=indices,
+            tuple(ports), rendezvous_port, chief, devices_per_worker, indices=indices
         )
 
     def task(self, rank: int) -> tuple[str, int]:

@@ -92,8 +92,7 @@ def shard_for_worker(dataset: Any, policy: AutoShardPolicy, cluster: Cluster) ->
         raise ValueError(
             f"AutoShardPolicy.{policy.name} is for a `tf.data.Dataset`, whose files "
             "are known. Have each worker read `keras_strategy.files(pattern)`, and use "
-            "AutoShardPolicy.OFF. Received: dataset of type "
-            f"{type(dataset).__name__}"
+            f"AutoShardPolicy.OFF. Received: dataset of type {type(dataset).__name__}"
         )
     return _shard_tf_dataset(dataset, policy, cluster)
 

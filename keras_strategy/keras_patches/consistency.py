@@ -204,7 +204,6 @@ def check_same_values(
     groups = cluster.format_by_value(each)
     raise WorkersDifferError(
         f"At {operation} the workers no longer hold the same values. The first "
-        f"variable that differs is '{path}' (digests by worker: {groups}). "
-        "Some code changed it only on some workers, such as a callback that not "
-        "all workers have."
+        f"variable that differs is '{path}' (digests by worker: {groups}). Some code "
+        "changed it only on some workers, such as a callback that not all workers have."
     )

@@ -26,10 +26,7 @@ from keras_strategy.keras_patches import (
     saving,
 )
 from keras_strategy.keras_patches.dataset_state import DataState, TfDataState
-from keras_strategy.keras_patches.fingerprint import (
-    fingerprint,
-    fingerprint_of_arrays,
-)
+from keras_strategy.keras_patches.fingerprint import fingerprint, fingerprint_of_arrays
 from keras_strategy.keras_patches.patch import find_module, hook
 from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training import ownership, resume
