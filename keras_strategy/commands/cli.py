@@ -181,6 +181,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _import_command(name: str) -> Any:
     """Import a command without the lines that TensorFlow prints when it starts."""
+    name = "first_fit" if name in ("verify", "plan") else name
     module = f"keras_strategy.commands.{name}"
     if "TF_CPP_MIN_LOG_LEVEL" in os.environ:
         return importlib.import_module(module)
