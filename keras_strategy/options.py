@@ -1,15 +1,12 @@
 """Options of strategies, runs, datasets and workers, checked when created."""
 
 import enum
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from keras_strategy.errors import UnsupportedBackendError
-
-logger = logging.getLogger("keras_strategy")
+from keras_strategy.errors import UnsupportedBackendError, logger
 
 
 class RunOptions(NamedTuple):

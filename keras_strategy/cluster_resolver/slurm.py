@@ -1,6 +1,5 @@
 """`SlurmClusterResolver`: the tasks of a Slurm job step, and each task's GPUs."""
 
-import logging
 import os
 import re
 import subprocess
@@ -15,13 +14,12 @@ from keras_strategy.cluster_resolver.cluster_spec import (
     join_host_port,
     port_number,
 )
+from keras_strategy.errors import logger
 
 _REPEATED = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,5})\))?", re.ASCII)
 _MAX_NODES = 100_000
 _CUDA = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_SMI_SECONDS = 10
-
-logger = logging.getLogger("keras_strategy")
 
 
 def _get_step_variable(name: str) -> str:

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import functools
 import json
-import logging
 import os
 import pathlib
 import re
@@ -29,9 +28,8 @@ import ml_dtypes  # a dependency of Keras
 import numpy as np
 
 from keras_strategy.cluster.membership import Cluster
+from keras_strategy.errors import logger
 from keras_strategy.training.saving import raise_if_any_failed, run_on_chief
-
-logger = logging.getLogger("keras_strategy")
 
 _FACTS = "facts.json"
 _ANY = re.compile(".*")
