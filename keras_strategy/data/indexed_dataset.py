@@ -257,14 +257,8 @@ def local_rows_start(
 
 # Arguments of a loader beside its dataset, its sampler and its functions.
 _LOADER_SETTINGS = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
+    *("num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers", "pin_memory_device"),
 )
 # The rows of a global batch, the bounds of this worker's, and whether it reads all.
 _Requested = tuple[list, Bounds, bool]

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from keras_strategy.core.planning import PlannedChoice, StepTrace
+from keras_strategy.core.protocols import PlannedChoice, StepTrace
 from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.training.sharding import ShardSpec
 

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategy.backends.threads.planning import can_scatter, plan_slots
-from keras_strategy.core.planning import PlannedChoice, StepTrace
+from keras_strategy.core.protocols import PlannedChoice, StepTrace
 from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.training.sharding import is_elementwise
 

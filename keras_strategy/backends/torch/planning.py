@@ -30,7 +30,7 @@ from keras_strategy.backends.torch.sharding import (
     even_shards,
     group_into_units,
 )
-from keras_strategy.core.planning import PlannedChoice, StepTrace
+from keras_strategy.core.protocols import PlannedChoice, StepTrace
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_value
 from keras_strategy.training.sharding import set_flat_shards
