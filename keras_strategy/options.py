@@ -1,15 +1,12 @@
 """Options of strategies, runs, datasets and workers, checked when created."""
 
 import enum
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from keras_strategy.errors import UnsupportedBackendError
-
-logger = logging.getLogger("keras_strategy")
+from keras_strategy.errors import UnsupportedBackendError, logger
 
 
 class RunOptions(NamedTuple):
@@ -87,8 +84,7 @@ def check_batch_statistics(batch_statistics: Any) -> str | None:
     raise ValueError(
         "Argument `batch_statistics` must be 'global', for the statistics of the "
         "global batch, or None, for those that the backend computes without "
-        "communication. Received: "
-        f"batch_statistics={batch_statistics!r}"
+        f"communication. Received: batch_statistics={batch_statistics!r}"
     )
 
 

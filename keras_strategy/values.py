@@ -81,8 +81,7 @@ class ReduceOp(enum.Enum):
             return cls[name.upper()]
         raise ValueError(
             "Argument `reduce_op` must be a `ReduceOp` or one of "
-            f"{sorted(cls.__members__)} in any case. Received: "
-            f"reduce_op={reduce_op!r}"
+            f"{sorted(cls.__members__)} in any case. Received: reduce_op={reduce_op!r}"
         )
 
 
@@ -181,11 +180,10 @@ class ValueContext:
 def sum_of_copies_error(value: Any) -> ValueError:
     """Return the error for a SUM of a value that is not distributed."""
     return ValueError(
-        "Argument `value` is not distributed: it is the same for all replicas, "
-        "so its SUM over the replicas is undefined. Reduce a tensor that "
-        "`strategy.run` returned (Python numbers, such as the result of "
-        "`keras.ops.shape`, are constants: convert them with "
-        "`keras.ops.convert_to_tensor`), or multiply by "
+        "Argument `value` is not distributed: it is the same for all replicas, so its "
+        "SUM over the replicas is undefined. Reduce a tensor that `strategy.run` "
+        "returned (Python numbers, such as the result of `keras.ops.shape`, are "
+        "constants: convert them with `keras.ops.convert_to_tensor`), or multiply by "
         f"`strategy.num_replicas_in_sync`. Received: {value!r}"
     )
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from keras_strategy.core.context import ReplicaContext
 from keras_strategy.core.registry import UnsupportedName
-from keras_strategy.core.tensorflow_only import REASONS
+from keras_strategy.errors import TENSORFLOW_ONLY
 from keras_strategy.strategies.base import Strategy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +96,7 @@ def _of_tensorflow(names: dict[str, str]) -> dict[str, dict[str, Status]]:
     """Return a note that the name is TensorFlow's there, and refused elsewhere."""
     said = {}
     for pattern, name in names.items():
-        elsewhere = refused(REASONS[name])
+        elsewhere = refused(TENSORFLOW_ONLY[name])
         said[pattern] = {"jax": elsewhere, "torch": elsewhere, "tensorflow": WORKS}
     return said
 

@@ -16,9 +16,8 @@ _ADVICE = {
     "loss": (
         "its value, with what layers pass to `add_loss`, is not a mean over the rows "
         "of a batch. Each replica computes it from its local rows, and the mean of "
-        "these is used. Divide a sum by the "
-        "number of rows, `ops.shape(x)[0]`. To compare all rows, gather them: "
-        f"{GATHER}."
+        "these is used. Divide a sum by the number of rows, `ops.shape(x)[0]`. To "
+        f"compare all rows, gather them: {GATHER}."
     ),
     "random": (
         "it draws random numbers that Keras's seeds do not decide, so each replica "

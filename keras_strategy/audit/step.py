@@ -10,10 +10,9 @@ which the audit replaces by float32; and local batch statistics, which are decla
 
 import contextlib
 import dataclasses
-import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -29,12 +28,11 @@ from keras_strategy.core.step_state import (
     recording_replicas,
     thread_recording,
 )
+from keras_strategy.errors import logger
 from keras_strategy.keras_patches.layers import compute_in_float32
 from keras_strategy.keras_patches.random import global_generator, set_global_generator
 from keras_strategy.options import GLOBAL
 from keras_strategy.training.random import settings
-
-logger = logging.getLogger("keras_strategy")
 
 # Rows for each replica; one more makes them uneven.
 ROWS_PER_REPLICA = 3
@@ -69,8 +67,10 @@ class StepAudit:
         self._generator = self._callers_generator or keras.random.SeedGenerator(1)
         self._snapshot = Snapshot(strategy, [*roots, self._generator])
         self._before = self._snapshot.values()
-        layers = [x for x in self._snapshot.objects if isinstance(x, keras.Layer)]
-        self._is_half = any(x.compute_dtype in ("float16", "bfloat16") for x in layers)
+        objects = self._snapshot.objects
+        self._layers = [x for x in objects if isinstance(x, keras.Layer)]
+        halves = "float16", "bfloat16"
+        self._is_half = any(x.compute_dtype in halves for x in self._layers)
 
     def run(self, report: AuditReport) -> None:
         """Fill a report."""
@@ -90,41 +90,41 @@ class StepAudit:
 
     def _run(self, step: Step, records_calls: bool = False) -> "_Result":
         recorder, snapshot = CallRecorder(records_calls), self._snapshot
+        adapter, strategy = get_engine().audit, self._strategy
         try:
             with (
                 preserve_random_states(),
-                get_engine().audit.preserve_generators(),
-                _without_declared_differences(self._strategy, snapshot.objects),
+                adapter.preserve_generators(),
+                # Differences that are declared.
+                override(strategy, "_batch_statistics", GLOBAL),
+                override(settings, "exact", True),
+                compute_in_float32(self._layers),
                 recorder.installed(self._model, snapshot.objects),
             ):
                 set_global_generator(self._generator)
                 if step is not self._on_replicas:
-                    outputs, values = self._run_on_device(step, recorder)
+                    if adapter.records_steps:
+                        step = override(thread_recording, "recorder", recorder)(step)
+                    result = adapter.run_on_device(strategy, step, snapshot.variables)
+                    outputs, values = result
                     values = snapshot.values() if values is None else values
                     return _Result(recorder, outputs, values, [])
-                outputs = self._run_on_replicas(step, recorder)
+                recording = recording_replicas(strategy, recorder)
+                with recording if adapter.records_steps else contextlib.nullcontext():
+                    outputs = step()
                 differing = snapshot.differing_components()
                 return _Result(recorder, outputs, snapshot.values(), differing)
         finally:
             set_global_generator(self._callers_generator)
             snapshot.restore()
 
-    def _run_on_replicas(self, step: Step, recorder: CallRecorder) -> Any:
-        if not get_engine().audit.records_steps:
-            return step()
-        with recording_replicas(self._strategy, recorder):
-            return step()
-
-    def _run_on_device(self, step: Step, recorder: CallRecorder) -> Any:
-        adapter, variables = get_engine().audit, self._snapshot.variables
-        if adapter.records_steps:
-            step = override(thread_recording, "recorder", recorder)(step)
-        return adapter.run_on_device(self._strategy, step, variables)
-
     def _compare(self, replicas: "_Result", device: "_Result") -> list[ComparedValue]:
         variables = self._snapshot.variables
         states = replicas.state, device.state
-        skip = self._metric_variables() if self._kind == "run" else ()
+        skip = ()
+        if self._kind == "run":  # of metrics only the result counts
+            metrics = (x for x in self._snapshot.objects if isinstance(x, keras.Metric))
+            skip = [variable for metric in metrics for variable in metric.variables]
         tolerance = comparison.TOLERANCES["state"]
         values = [
             *comparison.compare_losses(replicas.recorder, device.recorder),
@@ -137,11 +137,6 @@ class StepAudit:
             *comparison.compare_outputs(self._kind, replicas.outputs, device.outputs),
         ]
         return _tolerate_half(values) if self._is_half else values
-
-    def _metric_variables(self) -> list[Any]:
-        """Return variables of metrics, of which in `run` only the result counts."""
-        metrics = (x for x in self._snapshot.objects if isinstance(x, keras.Metric))
-        return [variable for metric in metrics for variable in metric.variables]
 
     def _widen_by_rounding(self, report: AuditReport, device: "_Result") -> None:
         """Raise the tolerances of values that rounding changes as much."""
@@ -292,17 +287,3 @@ def _describe(part: Any) -> str:
     kinds = {keras.Layer: "layer", keras.losses.Loss: "loss", object: "operation"}
     kind = next(kind for base, kind in kinds.items() if isinstance(part, base))
     return f"the {kind} '{part.name}' ({type(part).__name__})"
-
-
-@contextlib.contextmanager
-def _without_declared_differences(
-    strategy: Any, objects: Sequence[Any]
-) -> Iterator[None]:
-    """Compute batch statistics of all rows, one device's random draws, and float32."""
-    layers = [x for x in objects if isinstance(x, keras.Layer)]
-    with (
-        override(strategy, "_batch_statistics", GLOBAL),
-        override(settings, "exact", True),
-        compute_in_float32(layers),
-    ):
-        yield

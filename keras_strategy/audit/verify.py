@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,6 +16,7 @@ from keras_strategy.audit.snapshot import find_objects, find_user_code
 from keras_strategy.audit.step import ROWS_PER_REPLICA, StepAudit
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import has_rows, map_rows
+from keras_strategy.errors import logger
 from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.keras_patches.trainer import build_from_batch
 from keras_strategy.keras_patches.variables_optimizers import byte_count
@@ -24,8 +24,6 @@ from keras_strategy.options import RunOptions
 from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.train_step import count_rows
 from keras_strategy.values import DistributedValues, PerReplica, map_leaves
-
-logger = logging.getLogger("keras_strategy")
 
 # Most bytes of sharded weights that the first step's audit brings together.
 MAX_SHARDED_BYTES = 256 << 20

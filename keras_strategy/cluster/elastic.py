@@ -34,25 +34,21 @@ class ElasticWorker:
         self._channel = socket.socket(fileno=descriptor)
         self._channel.set_inheritable(False)
         self._assigned: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._cluster = self._ended = 0
+        self.cluster = self._ended = 0  # the last ones, 0 for none
         threading.Thread(
             target=self._receive, name="keras_strategy elastic", daemon=True
         ).start()
 
     @property
-    def has_joined(self) -> bool:
-        return self._cluster > 0
-
-    @property
     def must_leave(self) -> bool:
         """True if the workers have to leave this worker's cluster."""
-        return self._ended >= self._cluster
+        return self._ended >= self.cluster
 
     def wait_for_cluster(self) -> None:
         """Wait for the next cluster, and set its environment variables."""
         self._channel.sendall(b'"ready"\n')
         assigned = self._assigned.get()
-        self._cluster = assigned["cluster"]
+        self.cluster = assigned["cluster"]
         os.environ.update(assigned["variables"])
 
     def _receive(self) -> None:
@@ -83,7 +79,7 @@ def must_leave_cluster() -> bool:
 
 def check_has_joined() -> None:
     """Raise ClusterError in an elastic worker that trains outside `run_elastic`."""
-    if CHANNEL_VARIABLE in os.environ and not (_worker and _worker.has_joined):
+    if CHANNEL_VARIABLE in os.environ and not (_worker and _worker.cluster):
         raise ClusterError(
             "This worker was started with `--min-workers`, so its cluster may change. "
             "Create the strategy and the model in a function, and pass this to "

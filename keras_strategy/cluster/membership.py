@@ -197,9 +197,7 @@ _joined: Cluster | None = None
 _reserved: list[socket.socket | None] = []
 
 
-def find_workers(
-    resolver: Any,
-) -> tuple[int, tuple[str, ...], tuple[str, ...]] | None:
+def find_workers(resolver: Any) -> tuple[int, tuple[str, ...], tuple[str, ...]] | None:
     """Return this worker's rank, and all names and addresses; None if it is alone."""
     # First: some resolvers set their task from the spec.
     spec = resolver.cluster_spec()

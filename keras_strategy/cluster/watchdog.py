@@ -6,7 +6,6 @@ with their time, and two functions that carry out what it decides.
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -14,6 +13,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from keras_strategy.errors import logger
 
 # Time for all workers to report their state to the coordinator. A healthy process
 # answers within this time.
@@ -30,8 +31,6 @@ SLOW_OPERATION_SECONDS = 10.0
 _MAX_FRAMES = 6
 # Operations since the last exchange that a report names.
 _MAX_NAMES = 64
-
-logger = logging.getLogger("keras_strategy")
 
 
 class Operation(NamedTuple):

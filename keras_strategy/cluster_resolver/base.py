@@ -62,8 +62,7 @@ class ClusterResolver(abc.ABC):
         Args:
             task_type: The job of the task. Defaults to this process's.
             task_id: The index of the task. Defaults to this process's.
-            rpc_layer: The protocol, such as `"grpc"`. Defaults to the
-                resolver's.
+            rpc_layer: The protocol, such as `"grpc"`. Defaults to the resolver's.
 
         Returns:
             A string such as `"grpc://10.0.0.1:2222"`; empty where there is no

@@ -315,9 +315,8 @@ MPI_LAUNCHERS = (
 class MPIClusterResolver(EnvironmentClusterResolver):
     """Cluster of the variables of Open MPI, MPICH or Intel MPI.
 
-    These are OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE, or PMI_RANK and
-    PMI_SIZE. Every process is a worker, and its rank is its index. MPI itself is
-    not used.
+    These are OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE, or PMI_RANK and PMI_SIZE.
+    Every process is a worker, and its rank is its index. MPI itself is not used.
 
     No launcher reports the host of rank 0. It is `coordinator_address`, or else
     MASTER_ADDR, or else this host where all processes are on one. The addresses

@@ -146,8 +146,7 @@ class GCEClusterResolver(ClusterResolver):
             "v1")` makes; `credentials` are then not used.
 
     Raises:
-        ImportError: If the extra `gce` is not installed and there is no
-            `service`.
+        ImportError: If the extra `gce` is not installed and there is no `service`.
 
     Example:
     ```python

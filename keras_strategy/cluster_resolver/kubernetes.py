@@ -45,9 +45,8 @@ class KubernetesClusterResolver(ClusterResolver):
     `task_id`, in an Indexed Job from the variable JOB_COMPLETION_INDEX. Needs the
     extra `kubernetes`, unless you pass an `override_client`.
 
-    The service account must be allowed to list pods in all namespaces: a
-    ClusterRole with the rule
-    `{apiGroups: [""], resources: ["pods"], verbs: ["list"]}`, and a
+    The service account must be allowed to list pods in all namespaces: a ClusterRole
+    with the rule `{apiGroups: [""], resources: ["pods"], verbs: ["list"]}`, and a
     ClusterRoleBinding.
 
     Args:

@@ -89,9 +89,8 @@ class SimpleClusterResolver(ClusterResolver):
 class UnionResolver(ClusterResolver):
     """Union of the clusters of several resolvers.
 
-    Everything except the cluster (`task_type`, `task_id`, `rpc_layer`,
-    `environment`, `num_accelerators()`) comes from the first resolver, unless a
-    keyword overrides it.
+    Everything except the cluster (`task_type`, `task_id`, `rpc_layer`, `environment`,
+    `num_accelerators()`) comes from the first resolver, unless a keyword overrides it.
 
     Args:
         *args: The `ClusterResolver`s, at least one.
@@ -137,9 +136,8 @@ class UnionResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         """Return the union of the resolvers' clusters.
 
-        Where all resolvers give a job as a list, the lists are concatenated in
-        order. Where one gives it as a dict (its indices have gaps), all are merged
-        by index.
+        Where all resolvers give a job as a list, the lists are concatenated in order.
+        Where one gives it as a dict (its indices have gaps), all are merged by index.
 
         Raises:
             KeyError: If two resolvers give the same index of a job that is

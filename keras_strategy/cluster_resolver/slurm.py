@@ -1,6 +1,5 @@
 """`SlurmClusterResolver`: the tasks of a Slurm job step, and each task's GPUs."""
 
-import logging
 import os
 import re
 import subprocess
@@ -15,13 +14,12 @@ from keras_strategy.cluster_resolver.cluster_spec import (
     join_host_port,
     port_number,
 )
+from keras_strategy.errors import logger
 
 _REPEATED = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,5})\))?", re.ASCII)
 _MAX_NODES = 100_000
 _CUDA = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_SMI_SECONDS = 10
-
-logger = logging.getLogger("keras_strategy")
 
 
 def _get_step_variable(name: str) -> str:
@@ -158,15 +156,13 @@ class SlurmClusterResolver(ClusterResolver):
     the order of the node list; tasks on one node get consecutive ports. Needs the
     extra `slurm`, unless `tasks_per_node` is a dict.
 
-    The GPUs of a node are divided equally among its tasks. Where Slurm itself
-    assigns GPUs to each task (`--gpus-per-task`, `--gpu-bind`), they stay as they
-    are.
+    The GPUs of a node are divided equally among its tasks. Where Slurm itself assigns
+    GPUs to each task (`--gpus-per-task`, `--gpu-bind`), they stay as they are.
 
     Args:
-        jobs: A dict from job name to its number of tasks. The ranks are assigned
-            to the jobs in the order of their names, so `{"ps": 1, "worker": 4}`
-            makes rank 0 the parameter server. Defaults to all tasks being
-            "worker".
+        jobs: A dict from job name to its number of tasks. The ranks are assigned to the
+            jobs in the order of their names, so `{"ps": 1, "worker": 4}` makes rank 0
+            the parameter server. Defaults to all tasks being "worker".
         port_base: The port of the first task of each node.
         gpus_per_node: The number of GPUs of each node. Defaults to those this
             task can see (CUDA_VISIBLE_DEVICES, else nvidia-smi; none without).
@@ -247,9 +243,8 @@ class SlurmClusterResolver(ClusterResolver):
         if found != local_rank:
             raise RuntimeError(
                 f"Expected task {self._rank} to be number {local_rank} on its node, by "
-                "the numbers of tasks per node. Received: SLURM_LOCALID="
-                f"{found}. Start with `srun --distribution=block`, or correct "
-                "`tasks_per_node`"
+                f"the numbers of tasks per node. Received: SLURM_LOCALID={found}. "
+                "Start with `srun --distribution=block`, or correct `tasks_per_node`"
             )
         self._gpus = _assign_gpus(
             gpus_per_node, gpus_per_task, max(nodes.values()), local_rank

@@ -262,11 +262,10 @@ class TPUClusterResolver(ClusterResolver):
     `service`.
 
     Args:
-        tpu: The name of the TPU, its hosts' addresses
-            (`"grpc://10.0.0.1:8470"`, several separated by commas), `"local"`, or a
-            list of one of these. `None` uses the first that is set of
-            KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS, TPU_NAME, TPU_CONFIG and
-            TPU_WORKER_HOSTNAMES, or else the metadata server.
+        tpu: The name of the TPU, its hosts' addresses (`"grpc://10.0.0.1:8470"`,
+            several separated by commas), `"local"`, or a list of one of these. `None`
+            uses the first that is set of KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS, TPU_NAME,
+            TPU_CONFIG and TPU_WORKER_HOSTNAMES, or else the metadata server.
         zone: The zone of the TPU. Defaults to this machine's.
         project: The project of the TPU. Defaults to this machine's.
         job_name: The job of the TPU's hosts.

@@ -181,6 +181,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _import_command(name: str) -> Any:
     """Import a command without the lines that TensorFlow prints when it starts."""
+    name = "first_fit" if name in ("verify", "plan") else name
     module = f"keras_strategy.commands.{name}"
     if "TF_CPP_MIN_LOG_LEVEL" in os.environ:
         return importlib.import_module(module)
@@ -274,13 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--devices", type=_int_from(1), required=True, metavar="N")
     _add_options(
         plan,
-        (
-            "batch-size",
-            _int_from(1),
-            None,
-            "N",
-            "rows of a step (default: of fit)",
-        ),
+        ("batch-size", _int_from(1), None, "N", "rows of a step (default: of fit)"),
         ("memory", _bytes, None, "SIZE", "of a device, such as 80GB or 16GiB"),
         ("bandwidth", _bytes, None, "SIZE", "what a device sends in a second"),
     )

@@ -79,11 +79,7 @@ class LocalCluster:
         """Return a cluster of so many workers on free ports."""
         rendezvous_port, *ports = free_ports(workers + 1)
         return cls(
-            tuple(ports),
-            rendezvous_port,
-            chief,
-            devices_per_worker,
-            indices=indices,
+            tuple(ports), rendezvous_port, chief, devices_per_worker, indices=indices
         )
 
     def task(self, rank: int) -> tuple[str, int]:
@@ -206,7 +202,10 @@ def free_ports(count: int, among: range | None = None) -> list[int]:
     assert len(set(free_ports(3))) == 3
     ```
     """
-    candidates = among or range(_LOWEST_PORT, _first_assigned_port())
+    first = ephemeral_ports()[0]
+    # Some machines assign nearly all of their ports; then any must do.
+    end = first if first > _LOWEST_PORT + 1_000 else 60_000
+    candidates = among or range(_LOWEST_PORT, end)
     ports: list[int] = []
     for port in _random.sample(candidates, len(candidates)):
         if len(ports) == count:
@@ -227,9 +226,3 @@ def free_ports(count: int, among: range | None = None) -> list[int]:
             f"{candidates.stop - 1}. Found: {len(ports)}"
         )
     return ports
-
-
-def _first_assigned_port() -> int:
-    first = ephemeral_ports()[0]
-    # Some machines assign nearly all of their ports; then any must do.
-    return first if first > _LOWEST_PORT + 1_000 else 60_000

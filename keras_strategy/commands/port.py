@@ -16,7 +16,7 @@ import sys
 from typing import NamedTuple
 
 import keras_strategy
-from keras_strategy.core.tensorflow_only import REASONS
+from keras_strategy.errors import TENSORFLOW_ONLY
 
 _ALIAS = "ks"
 # Names of TensorFlow that need more than another module, and what to do instead.
@@ -33,7 +33,7 @@ _NOTES = {
         "cluster; a function returns the values to assign."
     ),
 }
-_TENSORFLOW_ONLY = "It exists on TensorFlow only; JAX and torch raise an error: {}"
+_ELSEWHERE = "It exists on TensorFlow only; JAX and torch raise an error: {}"
 
 
 class Ported(NamedTuple):
@@ -73,7 +73,7 @@ def look_up_name(path: list[str]) -> tuple[bool, str]:
     if not _has_name(package, path):
         return False, f"{package} has no `{'.'.join(path)}`."
     name = ".".join(path).removeprefix("experimental.") + "."
-    reasons = {key: _TENSORFLOW_ONLY.format(text) for key, text in REASONS.items()}
+    reasons = {key: _ELSEWHERE.format(text) for key, text in TENSORFLOW_ONLY.items()}
     for key, reason in {**reasons, **_NOTES}.items():
         if name.startswith(key.removeprefix("experimental.") + "."):
             return True, reason

@@ -60,9 +60,8 @@ def main(timeout_seconds: float) -> int:
             f"start this command in all {len(names)} workers at the same time, with "
             f"the same {rendezvous.SECRET_VARIABLE}. On every machine, {host} must "
             f"stand for an address of {names[0]}'s machine, whose firewall must accept "
-            f"connections to port {port}. Here, on "
-            f"{socket.gethostname()} with {', '.join(own)}, it stands for "
-            f"{_look_up(host)}"
+            f"connections to port {port}. Here, on {socket.gethostname()} with "
+            f"{', '.join(own)}, it stands for {_look_up(host)}"
         )
         options = CommunicationOptions(timeout_seconds=timeout_seconds)
         cluster = membership.join_cluster(resolver, options)

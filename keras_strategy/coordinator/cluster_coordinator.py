@@ -386,9 +386,8 @@ class DaskWorkers:
         status = None if self._supervisor is None else self._supervisor.poll()
         if status is not None:
             raise RuntimeError(
-                "The process that supervises the coordinator's workers has ended "
-                f"with exit status {status}. See its output above, and restart the "
-                "program."
+                "The process that supervises the coordinator's workers has ended with "
+                f"exit status {status}. See its output above, and restart the program."
             )
 
     def close(self) -> None:
@@ -406,8 +405,7 @@ class DaskWorkers:
                 "Argument `cluster` must be a Dask cluster at an address that starts "
                 "with 'tls://': anyone who can reach another one can run programs on "
                 f"it and on this machine. Received: cluster={cluster!r}, at "
-                f"{address!r}. See "
-                "https://distributed.dask.org/en/stable/tls.html"
+                f"{address!r}. See https://distributed.dask.org/en/stable/tls.html"
             )
         if not isinstance(cluster, str):
             return cluster

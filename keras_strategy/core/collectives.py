@@ -9,16 +9,14 @@ import abc
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 
+from keras_strategy.cluster.membership import Cluster
 from keras_strategy.errors import WorkerInputError, WorkersDifferError
 from keras_strategy.options import CommunicationImplementation
-
-if TYPE_CHECKING:
-    from keras_strategy.cluster.membership import Cluster
 
 # A tensor's shape and dtype, in JSON types.
 Layout = list[Any]
@@ -35,7 +33,7 @@ class WorkerCollectives(abc.ABC):
 
     # `name` is the purpose of the tensors, for messages.
 
-    def __init__(self, cluster: "Cluster"):
+    def __init__(self, cluster: Cluster):
         self.cluster = cluster
         self.rank, self.size = cluster.rank, cluster.size
         self.track_operation = cluster.client.track_operation
@@ -110,7 +108,7 @@ class WorkerCollectives(abc.ABC):
         )
 
 
-def check_nccl(cluster: "Cluster", has_gpus: bool, library: str) -> None:
+def check_nccl(cluster: Cluster, has_gpus: bool, library: str) -> None:
     """Raise `ValueError` if the user chose NCCL, and a library finds no GPUs."""
     is_nccl = cluster.options.implementation is CommunicationImplementation.NCCL
     if is_nccl and not has_gpus:

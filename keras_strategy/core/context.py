@@ -406,10 +406,7 @@ class ReplicaContext:
         return tree.map_structure(lambda x: gather_rows(self._replica, x, axis), value)
 
     def merge_call(
-        self,
-        merge_fn: Callable[..., Any],
-        args: tuple = (),
-        kwargs: dict | None = None,
+        self, merge_fn: Callable[..., Any], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Leave replica context for one call, made once for all replicas.
 

@@ -15,8 +15,7 @@ import keras
 import numpy as np
 
 from keras_strategy.core.protocols import Engine
-from keras_strategy.core.tensorflow_only import REASONS
-from keras_strategy.errors import UnsupportedBackendError
+from keras_strategy.errors import TENSORFLOW_ONLY, UnsupportedBackendError
 
 SUPPORTED = ("jax", "torch", "tensorflow")
 
@@ -68,33 +67,31 @@ class UnsupportedName:
 
 @functools.cache
 def native_or_unsupported(name: str) -> Any:
-    """Return tf.distribute's object of that name, one of `REASONS`, or a substitute."""
+    """Return tf.distribute's object of a name in `TENSORFLOW_ONLY`, or a substitute."""
     found = get_engine().native(name)
     if found is not None:
         return found
-    members = {"__doc__": REASONS[name], "__module__": __name__}
-    return _UnsupportedMeta(name.rpartition(".")[2], (_Unsupported,), members)
+    members = {"__doc__": TENSORFLOW_ONLY[name], "__module__": __name__}
+    return _UnsupportedMeta(name.rpartition(".")[2], (), members)
 
 
 class _UnsupportedMeta(type):
-    """Metaclass: class attributes, including factory functions, do not exist."""
+    """Type of a class without instances and attributes, such as factory functions."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedBackendError(cls._message())
 
     def __getattr__(cls, name: str) -> NoReturn:
-        raise AttributeError(cls.message())
+        raise AttributeError(cls._message())
 
-    def message(cls) -> str:
+    def _message(cls) -> str:
         return (
             f"`{cls.__name__}` of tf.distribute is not available with the Keras "
             f"backend in use, '{get_engine().name}'. {cls.__doc__}"
         )
 
 
-class _Unsupported(metaclass=_UnsupportedMeta):
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise UnsupportedBackendError(type(self).message())
-
-
 def __getattr__(name: str) -> Any:
-    if name in REASONS:
+    if name in TENSORFLOW_ONLY:
         return native_or_unsupported(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,6 @@ that has a loader has imported it.
 """
 
 import functools
-import logging
 import random
 import sys
 import weakref
@@ -25,10 +24,8 @@ from keras import tree
 from keras_strategy.core.step_state import Bounds, LocalRows
 from keras_strategy.data.sources import PyDatasetReader, as_array
 from keras_strategy.data.worker_batches import digest_of
+from keras_strategy.errors import logger
 from keras_strategy.training.row_weights import LocalBoundsFn, rows_to_read
-
-logger = logging.getLogger("keras_strategy")
-
 
 # The dataset that this thread reads, and the epoch of its row order. Iterations may
 # overlap: a thread may prefetch beyond the end of an epoch, and two loops may read a
@@ -260,14 +257,8 @@ def local_rows_start(
 
 # Arguments of a loader beside its dataset, its sampler and its functions.
 _LOADER_SETTINGS = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
+    *("num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers", "pin_memory_device"),
 )
 # The rows of a global batch, the bounds of this worker's, and whether it reads all.
 _Requested = tuple[list, Bounds, bool]

@@ -6,7 +6,6 @@ worker's dataset declares that.
 """
 
 import glob
-import logging
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,9 +13,8 @@ from typing import Any
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core import context
 from keras_strategy.data.sources import is_tf_dataset
+from keras_strategy.errors import logger
 from keras_strategy.options import AutoShardPolicy, InputContext
-
-logger = logging.getLogger("keras_strategy")
 
 # The number of shards, and the index of the one that a dataset gives.
 Shard = list[int]
@@ -92,8 +90,7 @@ def shard_for_worker(dataset: Any, policy: AutoShardPolicy, cluster: Cluster) ->
         raise ValueError(
             f"AutoShardPolicy.{policy.name} is for a `tf.data.Dataset`, whose files "
             "are known. Have each worker read `keras_strategy.files(pattern)`, and use "
-            "AutoShardPolicy.OFF. Received: dataset of type "
-            f"{type(dataset).__name__}"
+            f"AutoShardPolicy.OFF. Received: dataset of type {type(dataset).__name__}"
         )
     return _shard_tf_dataset(dataset, policy, cluster)
 

@@ -16,8 +16,8 @@ prefetched: see `splitting`.
 """
 
 import contextlib
+import functools
 import itertools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,9 +31,9 @@ import numpy as np
 from keras import tree
 
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.step_state import LocalRows
+from keras_strategy.core.step_state import LocalRows, override
+from keras_strategy.errors import logger
 
-logger = logging.getLogger("keras_strategy")
 _STATE_PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 
 
@@ -450,23 +450,16 @@ class PrefetchedBatches:
 @contextlib.contextmanager
 def stop_prefetchers_on_exit() -> Iterator[None]:
     active: set[Prefetcher] = set()
-    outer, _thread.active = _thread.active, active
-    try:
-        yield
-    finally:
-        for prefetcher in list(active):
-            prefetcher.stop()
-        _thread.active = outer
+    with override(_thread, "active", active):
+        try:
+            yield
+        finally:
+            for prefetcher in list(active):
+                prefetcher.stop()
 
 
-@contextlib.contextmanager
-def prefetch_disabled() -> Iterator[None]:
-    """Context manager in which reading a batch starts no further reads."""
-    outer, _thread.disabled = _thread.disabled, True
-    try:
-        yield
-    finally:
-        _thread.disabled = outer
+# Context manager in which reading a batch starts no further reads.
+prefetch_disabled = functools.partial(override, _thread, "disabled", True)
 
 
 def copy_batch(batch: Any) -> Any:

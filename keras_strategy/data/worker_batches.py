@@ -11,7 +11,6 @@ so that the exchange overlaps with compute.
 
 import functools
 import itertools
-import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,12 +24,10 @@ from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.step_state import BatchRows, LocalRows
 from keras_strategy.data.distributed_dataset import ReplicaParts
 from keras_strategy.data.sources import as_array
-from keras_strategy.errors import WorkerInputError, WorkerReadError
+from keras_strategy.errors import WorkerInputError, WorkerReadError, logger
 from keras_strategy.training import consistency
 from keras_strategy.training.row_weights import split_rows
 from keras_strategy.training.train_step import count_rows
-
-logger = logging.getLogger("keras_strategy")
 
 _SAME_ROWS = (
     "All workers read the same rows; with %d workers that trains each row %d times. "

@@ -7,35 +7,29 @@ have assigned without an aggregation, after the first call of each function and 
 strategy's calls 1, 2, 4, 8 and so on.
 """
 
-import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 
 from keras_strategy.cluster.membership import DelayedExchange
 from keras_strategy.core.collectives import array_digest
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
-from keras_strategy.errors import MirrorError, WorkersDifferError
+from keras_strategy.errors import MirrorError, WorkersDifferError, logger
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training import ownership
 from keras_strategy.training.callbacks import LogFreeCallback
 from keras_strategy.training.sharding import is_sharded
 from keras_strategy.training.variable_sync import is_sync_on_read
 
-if TYPE_CHECKING:
-    from keras_strategy.core.protocols import Strategy
-
-
-logger = logging.getLogger("keras_strategy")
-
 # Set by `config.check_mirrored`.
 check_each_batch = False
 
 
 def check_mirrored_variables(
-    strategy: "Strategy", after: str, variables: Iterable[Any] | None = None
+    strategy: Strategy, after: str, variables: Iterable[Any] | None = None
 ) -> None:
     """Compare the components of variables, by default of all in the strategy."""
     # `after` names the call that precedes the check, for the message.
@@ -70,7 +64,7 @@ def check_mirrored_variables(
     )
 
 
-def check_after_run(strategy: "Strategy", is_first_call: bool) -> None:
+def check_after_run(strategy: Strategy, is_first_call: bool) -> None:
     """Warn once if replicas differ in what functions of `run` have assigned."""
     extended = strategy.extended
     extended.checked_runs = count = extended.checked_runs + 1
@@ -111,7 +105,7 @@ def _is_mirrored(variable: Any) -> bool:
 class EpochCheck(keras.callbacks.Callback):
     """Callback that compares the model's variables after each epoch of `fit`."""
 
-    def __init__(self, strategy: "Strategy"):
+    def __init__(self, strategy: Strategy):
         super().__init__()
         self._strategy = strategy
 
@@ -204,7 +198,6 @@ def check_same_values(
     groups = cluster.format_by_value(each)
     raise WorkersDifferError(
         f"At {operation} the workers no longer hold the same values. The first "
-        f"variable that differs is '{path}' (digests by worker: {groups}). "
-        "Some code changed it only on some workers, such as a callback that not "
-        "all workers have."
+        f"variable that differs is '{path}' (digests by worker: {groups}). Some code "
+        "changed it only on some workers, such as a callback that not all workers have."
     )

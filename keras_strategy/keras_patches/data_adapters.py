@@ -17,7 +17,7 @@ import numpy as np
 from keras import tree
 
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.step_state import LocalRows
+from keras_strategy.core.step_state import LocalRows, override
 from keras_strategy.data import indexed_dataset, splitting
 from keras_strategy.data.indexed_dataset import IndexedDataset, IndexedRowReader
 from keras_strategy.data.sources import (
@@ -301,12 +301,9 @@ def skip_batches(adapter: Any, count: int) -> Iterator[None]:
     ):
         yield
         return
-    dataset = adapter.py_dataset
-    adapter.py_dataset = _SkippingDataset(dataset, count)
-    try:
+    skipping = _SkippingDataset(adapter.py_dataset, count)
+    with override(adapter, "py_dataset", skipping):
         yield
-    finally:
-        adapter.py_dataset = dataset
 
 
 class _SkippingDataset:

@@ -14,7 +14,6 @@ import collections
 import contextlib
 import hashlib
 import itertools
-import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -23,9 +22,9 @@ import keras
 
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.data.sources import is_tf_dataset
+from keras_strategy.errors import logger
 from keras_strategy.training.resume import decode, encode
 
-_logger = logging.getLogger("keras_strategy")
 _SEED_HELP = (
     "Pass a `seed` to `shuffle`, or call `keras.utils.set_random_seed` before you "
     "create the dataset."
@@ -74,14 +73,14 @@ class TfDataState:
     def restore(self, saved: list[Any] | None) -> int:
         """Restore the state of a pass, whose batches must all be read again."""
         if saved is None:
-            _logger.warning(_NO_STATE)
+            logger.warning(_NO_STATE)
             return 0
         state = saved[1]
         self._pending, first = state["begin"], state["first"]
         if not self._fingerprint:
             self._create_iterator()
         if self._fingerprint != first:
-            _logger.warning(
+            logger.warning(
                 "The tf.data.Dataset shuffles with other seeds than before training "
                 "was interrupted. The rest of the epoch is as without the "
                 "interruption, but later epochs are in another order. %s",
@@ -91,7 +90,7 @@ class TfDataState:
 
     def warn_other_reads(self) -> None:
         """Warn that resuming reads the data in a different way than before."""
-        _logger.warning(
+        logger.warning(
             "Another backend, or one process instead of several workers, may start to "
             "read a tf.data.Dataset more or less often. The rest of the epoch is as "
             "without the interruption; later epochs may be in another order if the "
@@ -108,7 +107,7 @@ class TfDataState:
         """Warn if the state was not restored because other data is read."""
         if self._pending is not None:
             self._pending = None
-            _logger.warning(_NO_STATE)
+            logger.warning(_NO_STATE)
 
     def _iterate(self) -> Any:
         created, self._created = self._created or self._create_iterator(), None

@@ -340,7 +340,6 @@ def install_for(replicas: int) -> None:
 in_replica = multi_replica_only(context.distributed_replica)
 in_replica_or_dry_run = multi_replica_only(context.replica_or_dry_run)
 in_scope = context.current_scope
-model_strategy = strategy_of_model
 
 
 @multi_replica_only

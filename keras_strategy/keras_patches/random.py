@@ -10,7 +10,6 @@ layer that has rows as inputs. Other draws in `run` are independent per replica.
 import contextlib
 import functools
 import inspect
-import logging
 import random
 import sys
 import weakref
@@ -25,6 +24,7 @@ from keras_strategy.core.context import DryRun, dry_run_scope
 from keras_strategy.core.protocols import Replica
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import RowRange, has_rows
+from keras_strategy.errors import logger
 from keras_strategy.keras_patches.layers import is_purely_keras
 from keras_strategy.keras_patches.patch import (
     find_module,
@@ -71,7 +71,6 @@ def _next(original, replica, self, ordered=True):
     return seed + ops.stack([offset, ops.zeros_like(offset)])
 
 
-logger = logging.getLogger("keras_strategy")
 # Thread state of Keras during a layer call.
 _CALL_STATE = ("current_call_ctx", "autocast_scope")
 

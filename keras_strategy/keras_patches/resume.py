@@ -26,10 +26,7 @@ from keras_strategy.keras_patches import (
     saving,
 )
 from keras_strategy.keras_patches.dataset_state import DataState, TfDataState
-from keras_strategy.keras_patches.fingerprint import (
-    fingerprint,
-    fingerprint_of_arrays,
-)
+from keras_strategy.keras_patches.fingerprint import fingerprint, fingerprint_of_arrays
 from keras_strategy.keras_patches.patch import find_module, hook
 from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training import ownership, resume
@@ -208,7 +205,7 @@ def back_up_fit(
         with listening(), recording():
             yield
     finally:
-        fit.close()
+        fit.folder.close()
         backup.attach(None)
         _thread_state.expected = None
         model._initial_epoch = None  # or the next `fit` would start there
@@ -229,7 +226,7 @@ class ResumableFit:
         callbacks: list[Any],
     ):
         self._strategy, self._model, self._backup = strategy, model, backup
-        self._folder = BackupFolder(backup.backup_dir, backup.max_to_keep)
+        self.folder = BackupFolder(backup.backup_dir, backup.max_to_keep)
         self.cluster, self._data = strategy.extended.cluster, data
         self._callbacks = [c for c in callbacks if _counter_names(c) is not None]
         self.batch = 0
@@ -241,7 +238,7 @@ class ResumableFit:
         # The backup from which `restore` has resumed, until its epoch starts.
         self._resumed: BackupContents | None = None
         self._saved_data: Any = None
-        self._found = self._folder.read(self.cluster) if backup.resumes else None
+        self._found = self.folder.read(self.cluster) if backup.resumes else None
         if self._found is not None:
             resume.set_random_state(self._found.facts["begin"])
         elif self.cluster is not None:
@@ -414,7 +411,7 @@ class ResumableFit:
             facts["fingerprint"] = fingerprint_of_arrays(arrays)
         arrays |= best_weights
         is_split = any(map(is_sharded, variables.values()))
-        self._folder.save(
+        self.folder.save(
             cluster, facts, arrays, shards, is_split, self._backup.asynchronous
         )
 
@@ -430,15 +427,11 @@ class ResumableFit:
 
     def wait(self) -> None:
         """Wait until the last backup is complete."""
-        self._folder.wait(self.cluster)
-
-    def close(self) -> None:
-        """End the thread that writes backups."""
-        self._folder.close()
+        self.folder.wait(self.cluster)
 
     def clear(self) -> None:
         """Remove the backups."""
-        run_on_chief(self.cluster, "the removal of the backups", self._folder.clear)
+        run_on_chief(self.cluster, "the removal of the backups", self.folder.clear)
 
 
 def _portable(config: Any) -> Any:

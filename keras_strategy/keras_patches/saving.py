@@ -143,10 +143,9 @@ def assign_variables(
         is_per_replica = before == replicas > 1
         if not is_per_replica and key not in shapes:
             raise ValueError(
-                f"Each replica has its own value of '{variable.path}', so the "
-                "training must resume with the same number of replicas. "
-                f"Received: {replicas} replicas, but {found.file} was written "
-                f"with {before}."
+                f"Each replica has its own value of '{variable.path}', so the training "
+                f"must resume with the same number of replicas. Received: {replicas} "
+                f"replicas, but {found.file} was written with {before}."
             )
         wanted[key + (_PER_REPLICA if is_per_replica else "")] = variable
     workers = None if found.is_sharded else extended.group.workers

@@ -71,7 +71,7 @@ def _select_batch_callbacks(callbacks: keras.callbacks.CallbackList, kind: str) 
         vars(callbacks).pop(name, None)
         if is_subclass or context.current_scope() is None:
             continue
-        listeners = [c for c in callbacks.callbacks if listens(c, kind, time)]
+        listeners = [c for c in callbacks.callbacks if _batch_methods(c, kind, time)]
         if not any(reads_logs(callback, kind) for callback in listeners):
             methods = [getattr(callback, name) for callback in listeners]
             call_all = functools.partial(_call_without_logs, methods)
@@ -81,11 +81,6 @@ def _select_batch_callbacks(callbacks: keras.callbacks.CallbackList, kind: str) 
 def _call_without_logs(methods: list[Callable], batch: int, logs: Any = None) -> None:
     for method in methods:
         method(batch, logs={})
-
-
-def listens(callback: keras.callbacks.Callback, kind: str, time: str = "end") -> bool:
-    """Return True if a callback may handle a batch; see `_select_batch_callbacks`."""
-    return bool(_batch_methods(callback, kind, time))
 
 
 def reads_logs(callback: keras.callbacks.Callback, kind: str) -> bool:
@@ -99,6 +94,7 @@ def reads_logs(callback: keras.callbacks.Callback, kind: str) -> bool:
 def _batch_methods(
     callback: keras.callbacks.Callback, kind: str, time: str
 ) -> list[Callable[..., Any]]:
+    """Return a callback's methods that may handle a batch."""
     base_classes: list[type] = [keras.callbacks.Callback]
     names = [f"on_{kind}_batch_{time}"]
     if kind == "train":
@@ -241,7 +237,7 @@ _signature = functools.cache(inspect.signature)
 def _prepare_callbacks(
     strategy: Any, model: keras.Model, method: str, arguments: dict[str, Any]
 ) -> None:
-    """Adapt the callbacks and the output to this worker, and keep workers in step."""
+    """Check that workers agree; adapt callbacks and output to this one."""
     cluster = strategy.extended.cluster
     if not cluster.is_chief:
         arguments["verbose"] = 0
@@ -255,26 +251,18 @@ def _prepare_callbacks(
         kept = [c for c in callbacks if not isinstance(c, CHIEF_ONLY_CALLBACKS)]
         let_chief_write(kept)
     if method == "fit":
-        sync = _create_training_sync(strategy, model, arguments, callbacks)
-        kept = [*kept, sync]
+        in_step = [c for c in callbacks if isinstance(c, SYNCHRONIZED_CALLBACKS)]
+        # One of the others may decide by local data.
+        acts_alone = not all(type(c) in DETERMINISTIC_CALLBACKS for c in callbacks)
+        compiled = getattr(model, "_compile_config", None)  # not if it is overridden
+        settings = {} if compiled is None else compiled.config
+        signature = consistency.fit_signature(model, settings, arguments, in_step)
+        act_alone = consistency.check_workers_agree(cluster, signature, acts_alone)
+        sync = mirror_consistency.SyncTrainingState
+        if any(act_alone):
+            sync = mirror_consistency.SyncTrainingStatePerBatch
+        kept = [*kept, sync(strategy)]
     replace_callbacks(arguments, kept)
-
-
-def _create_training_sync(
-    strategy: Any, model: keras.Model, arguments: dict[str, Any], callbacks: list[Any]
-) -> keras.callbacks.Callback:
-    """Check that the workers agree, and return the callback that keeps them in step."""
-    in_step = [c for c in callbacks if isinstance(c, SYNCHRONIZED_CALLBACKS)]
-    # One of the others may decide by local data.
-    acts_alone = not all(type(c) in DETERMINISTIC_CALLBACKS for c in callbacks)
-    cluster = strategy.extended.cluster
-    compiled = getattr(model, "_compile_config", None)  # not if the model overrides it
-    settings = {} if compiled is None else compiled.config
-    signature = consistency.fit_signature(model, settings, arguments, in_step)
-    in_batches = any(consistency.check_workers_agree(cluster, signature, acts_alone))
-    if in_batches:
-        return mirror_consistency.SyncTrainingStatePerBatch(strategy)
-    return mirror_consistency.SyncTrainingState(strategy)
 
 
 def build_from_batch(model: keras.Model, batch: Any) -> None:

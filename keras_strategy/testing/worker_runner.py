@@ -143,12 +143,10 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
         starter: WarmStarter | None = None,
         streams: bool = False,
     ) -> None:
-        for name, value in (
-            ("workers", workers),
-            ("devices_per_worker", devices_per_worker),
-        ):
-            if value is None and name == "devices_per_worker":
-                continue
+        counts = {"workers": workers}
+        if devices_per_worker is not None:
+            counts["devices_per_worker"] = devices_per_worker
+        for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(
                     f"Argument `{name}` must be a positive integer. "

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import functools
 import json
-import logging
 import os
 import pathlib
 import re
@@ -29,9 +28,8 @@ import ml_dtypes  # a dependency of Keras
 import numpy as np
 
 from keras_strategy.cluster.membership import Cluster
+from keras_strategy.errors import logger
 from keras_strategy.training.saving import raise_if_any_failed, run_on_chief
-
-logger = logging.getLogger("keras_strategy")
 
 _FACTS = "facts.json"
 _ANY = re.compile(".*")
@@ -269,23 +267,15 @@ class BackupFolder:
         write = functools.partial(_write_file, part, facts, arrays, shards)
         commit = functools.partial(self._commit, part, target, others)
         self._stop.clear()
-        if asynchronous:
-            self._executor = self._executor or ThreadPoolExecutor(1, "backup")
-            written = self._executor.submit(write)
-            committed = self._executor.submit(commit) if is_chief else None
-            self._pending = _Write(written, committed)
-            return
-        error = None
-        if others or not is_chief:
-            try:
-                write()
-            except Exception as caught:
-                error = caught
-            raise_if_any_failed(cast("Cluster", cluster), "the backup", error)
-            with self._wait_limit(_VISIBLE_SECONDS):
-                run_on_chief(cluster, "the backup", commit)
-        else:
+        if not asynchronous and is_chief and not others:
             run_on_chief(cluster, "the backup", lambda: [write(), commit()])
+            return
+        self._executor = self._executor or ThreadPoolExecutor(1, "backup")
+        written = self._executor.submit(write)
+        committed = self._executor.submit(commit) if is_chief else None
+        self._pending = _Write(written, committed)
+        if not asynchronous:
+            self.wait(cluster)
 
     def wait(self, cluster: Cluster | None) -> None:
         """Wait until the last backup is complete; all workers call it."""

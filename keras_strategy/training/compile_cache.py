@@ -14,7 +14,6 @@ import contextlib
 import dis
 import enum
 import functools
-import logging
 import types
 import weakref
 from collections.abc import Callable
@@ -24,9 +23,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from keras_strategy.errors import logger
 from keras_strategy.values import value_key
 
-logger = logging.getLogger("keras_strategy")
 T = TypeVar("T")
 
 # Cached functions. An entry may hold a whole model, so old ones are evicted.

@@ -7,7 +7,6 @@ sums (row counts, metric state) stay with the backend: a lossy reduction must no
 them.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from keras_strategy.core import context
 from keras_strategy.core.protocols import Replica
 from keras_strategy.core.registry import get_engine
 from keras_strategy.devices import canonical_device
+from keras_strategy.errors import logger
 from keras_strategy.options import CommunicationOptions, check_communication_options
 from keras_strategy.training.reduction import (
     axes_to_reduce,
@@ -47,9 +47,6 @@ def destination_devices(destinations: Any) -> list[str | None]:
             f"{type(destinations).__name__}"
         )
     return [get_engine().device_of(part) for part in parts]
-
-
-logger = logging.getLogger("keras_strategy")
 
 
 def check_pairs(value_destination_pairs: Any) -> list[Any]:

@@ -13,7 +13,6 @@ is taken to hold each row's entries contiguously; a warning says so once.
 """
 
 import itertools
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +24,8 @@ from keras import ops
 
 from keras_strategy.core.context import DryRun
 from keras_strategy.core.step_state import RowRange, replica_recorders
+from keras_strategy.errors import logger
 from keras_strategy.training.reduction import may_be_same
-
-logger = logging.getLogger("keras_strategy")
 
 # The numbers of rows of the two dry runs.
 _ROWS = (2, 3)

@@ -13,7 +13,6 @@ import contextlib
 import difflib
 import functools
 import itertools
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +23,8 @@ from typing import Any
 import keras
 
 from keras_strategy.devices import partition_axes, prime_factors
+from keras_strategy.errors import logger
 from keras_strategy.training.variable_sync import is_sync_on_read
-
-logger = logging.getLogger("keras_strategy")
 
 # Attributes of variables.
 _SLOT, _SPEC, _FLAT_SHARDS = "_ks_slot", "_ks_shard_spec", "_ks_flat_shards"

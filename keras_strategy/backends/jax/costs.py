@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from keras_strategy.core.planning import PlannedChoice, StepTrace
+from keras_strategy.core.protocols import PlannedChoice, StepTrace
 from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.training.reduction import compute_and_comm_fractions
 from keras_strategy.training.sharding import ShardSpec

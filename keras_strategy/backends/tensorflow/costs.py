@@ -18,7 +18,7 @@ from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicF
 from tensorflow.python.framework import func_graph, op_callbacks
 
 from keras_strategy.backends.threads.patches_sharding import can_scatter, plan_slots
-from keras_strategy.core.planning import PlannedChoice, StepTrace
+from keras_strategy.core.protocols import PlannedChoice, StepTrace
 from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.training.sharding import is_elementwise
 

@@ -37,7 +37,7 @@ from keras_strategy.backends.torch.sharding import (
     group_into_units,
 )
 from keras_strategy.backends.torch.state import Layout
-from keras_strategy.core.planning import PlannedChoice, StepTrace
+from keras_strategy.core.protocols import PlannedChoice, StepTrace
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_value
 from keras_strategy.training.reduction import compute_and_comm_fractions
