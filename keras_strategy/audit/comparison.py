@@ -29,6 +29,8 @@ TOLERANCES |= {"gradient": 1e-3, "state": 1e-3}
 _SMALL_GRADIENT = 1e-2
 # Numbers smaller than this are compared absolutely.
 _SMALL_NUMBER = 1e-2
+# Stands for the step, which makes the outermost calls.
+STEP = object()
 
 
 @dataclass
@@ -297,12 +299,10 @@ def find_first_difference(
     for call in calls:
         if not differs(call, "outputs"):
             continue
-        origin = call.caller if differs(call, "inputs") else None
-        while origin is not None:
+        origin, outer = None, call
+        while outer is not None and differs(outer, "inputs"):
+            origin = STEP if outer.caller is None else outer.caller
             outer = next((c for c in calls if c.callee is origin), None)
-            if outer is None or outer.caller is None or not differs(outer, "inputs"):
-                break
-            origin = outer.caller
         return call, origin
     return None, None
 

@@ -232,7 +232,7 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 def find_user_code(objects: list[Any]) -> Any:
     """Return the first object that is not known to keep rows apart, or None."""
     for part in objects:
-        if not _is_keras(type(part)) or type(part).__name__ in _WRAPPERS:
+        if not is_keras(type(part)) or type(part).__name__ in _WRAPPERS:
             return part
         is_operation = isinstance(part, keras.Operation)
         if is_operation and not isinstance(part, keras.Layer) and _mixes_rows(part):
@@ -255,7 +255,8 @@ def _mixes_rows(operation: Any) -> bool:
     return not is_elementwise or any(x.shape[:1] != (None,) for x in tensors)
 
 
-def _is_keras(part: Any) -> bool:
+def is_keras(part: Any) -> bool:
+    """Return True for a class or function of Keras or of this library."""
     return (getattr(part, "__module__", None) or "").startswith(
         ("keras.", "keras_strat")
     )
@@ -264,7 +265,7 @@ def _is_keras(part: Any) -> bool:
 def _is_users_function(value: Any) -> bool:
     """Return True for a function, but not for a method or an object with state."""
     is_function = callable(value) and hasattr(value, "__code__")
-    return is_function and not hasattr(value, "__self__") and not _is_keras(value)
+    return is_function and not hasattr(value, "__self__") and not is_keras(value)
 
 
 def _works_along_rows(name: str, value: Any) -> bool:

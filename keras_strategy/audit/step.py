@@ -21,7 +21,7 @@ import numpy as np
 from keras_strategy.audit import comparison
 from keras_strategy.audit.comparison import CallRecorder, host_copy
 from keras_strategy.audit.report import AuditReport, ComparedValue
-from keras_strategy.audit.snapshot import Snapshot, find_user_code
+from keras_strategy.audit.snapshot import Snapshot, find_user_code, is_keras
 from keras_strategy.core.registry import get_engine, preserve_random_states
 from keras_strategy.core.step_state import (
     override,
@@ -198,9 +198,15 @@ class StepAudit:
         )
         if call is not None:
             callee = _describe(call.callee)
-            if origin is not None:
+            step = self._users_method() if origin is comparison.STEP else ""
+            if step:
+                report.place, report.cause = f"the code of {step}", "call"
+            elif origin not in (None, comparison.STEP):
                 report.place, report.cause = f"the code of {_describe(origin)}", "call"
-            elif find_user_code([call.callee]) is None:
+            elif (
+                isinstance(call.callee, keras.Layer)
+                and find_user_code([call.callee]) is None
+            ):
                 # It keeps rows apart, and its inputs are equal.
                 report.place, report.cause = f"the weights of {callee}", "state"
             else:
@@ -231,6 +237,14 @@ class StepAudit:
         if self._model is None:
             return "the function"
         return f"`{type(self._model).__name__}.{name}`"
+
+    def _users_method(self) -> str:
+        """Describe the user's method that makes the outermost calls; "" if Keras's."""
+        if self._model is None:
+            return self._method("run")
+        names = f"{self._kind}_step", "compute_loss"
+        found = [x for x in names if not is_keras(getattr(type(self._model), x))]
+        return self._method(found[0]) if found else ""
 
     def _draws_by_itself(self, call: Any, device: "_Result") -> bool:
         """Return True if a call's result changes with the process's generators."""

@@ -116,7 +116,7 @@ class StepState:
     draw_counts: dict[Any, int] = field(default_factory=dict)
     # Dry-runs the step with a number of rows.
     dry_run: Callable[[int], Any] | None = None
-    # A draw is for all rows or for none.
+    # Draws are equal on all replicas: for all rows, or for none.
     is_drawing: bool = False
 
 

@@ -155,13 +155,14 @@ def _sum_and_apply(
 
         replica.once(build)
     sums = _sum_gradients(strategy, replica, optimizer, grads, variables)
-    replica.step.is_applying = True
+    # Like its gradients, what an optimizer draws is equal on all replicas.
+    replica.step.is_applying = replica.step.is_drawing = True
     try:
         if replica.share_update is not None:
             return replica.share_update(apply, sums)
         return apply(sums)
     finally:
-        replica.step.is_applying = False
+        replica.step.is_applying = replica.step.is_drawing = False
 
 
 def _apply_alone(optimizer, grads, variables, apply):

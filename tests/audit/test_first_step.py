@@ -414,6 +414,20 @@ class WithAStep(Plain):
         return {"loss": loss}
 
 
+class MixedUp(WithAStep):
+    """Calls itself with rows that its step has mixed."""
+
+    def train_step(self, data):
+        return super().train_step([part + ops.flip(part, axis=0) for part in data])
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="a step is one program there")
+def test_step_that_mixes_rows_is_named(two, caplog):
+    train(two, lambda: models.compiled(MixedUp()), X, Y, epochs=1, predicted=0)
+    (message,) = warnings_of(caplog)
+    assert "the code of `MixedUp.train_step`" in message
+
+
 class Stepping(Plain):
     """Derives as one does on its backend."""
 

@@ -54,6 +54,19 @@ class Signs(Optimizer):
         self.assign_sub(variable, step)
 
 
+class Langevin(SGD):
+    """Draws noise of a weight's shape, whose first size may be the local rows."""
+
+    def __init__(self, rate):
+        super().__init__(rate)
+        self.seed_generator = keras.random.SeedGenerator(9)
+
+    def update_step(self, gradient, variable, learning_rate):
+        noise = keras.random.normal(variable.shape, seed=self.seed_generator)
+        step = ops.cast(learning_rate, variable.dtype) * (gradient + noise)
+        self.assign_sub(variable, step)
+
+
 class Normalizes(Optimizer):
     """Wraps another optimizer, and keeps a number of the gradients."""
 
@@ -84,6 +97,7 @@ OPTIMIZERS = {
     "apply": lambda: MixedIn(0.1, momentum=0.9),
     "_backend_apply_gradients": lambda: ClipsInside(0.1),
     "update_step": lambda: Signs(0.1),
+    "noise": lambda: Langevin(0.1),
     "wrapper": lambda: Normalizes(keras.optimizers.Adam(0.1)),
     "apply_gradients": lambda: ClipsPairs(0.1),
     "accumulation": lambda: MixedIn(
@@ -128,7 +142,7 @@ def test_sharded_custom_optimizer_equals_one_device(name):
 # Keras's own loss scaling on JAX works in a trainer alone.
 @pytest.mark.parametrize(
     "name",
-    ["apply_gradients", "apply", "wrapper", "accumulation"]
+    ["apply_gradients", "apply", "wrapper", "accumulation", "noise"]
     + ["loss scale"] * (keras.backend.backend() != "jax"),
 )
 def test_custom_optimizer_in_run_equals_one_device(name, mirrored):
