@@ -237,14 +237,14 @@ class TorchReplica(ThreadReplica):
     def draw_once(
         self, what: Any, draw: Callable[[], Any], skip: Callable[[], Any]
     ) -> Any:
-        # Replica 0 comes first. Replicas that share memory take its numbers.
+        # Replicas that share memory take the numbers of the one that comes first.
         drawn, key = self._turns.drawn, (self._draws, what)
         self._draws += 1
         entry = drawn.get(key)
-        if self.index == 0 or entry is None:
+        if entry is None:
             tensor = draw()
             others = len(self._group.devices) - 1
-            if self.index == 0 and others and tensor.device.type == "cpu":
+            if others and tensor.device.type == "cpu":
                 drawn[key] = [others, tensor]
             return tensor
         skip()
