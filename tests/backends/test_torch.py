@@ -317,6 +317,49 @@ def test_step_that_begins_to_reduce_is_refused(two):
         fit(first=4)
 
 
+class ReducesLate(keras.optimizers.SGD):
+    """Also calls a collective, from its third update on."""
+
+    updates = 0
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply(grads, trainable_variables)
+        self.updates += ks.get_replica_context().replica_id_in_sync_group == 0
+        if self.updates > 2:
+            ks.get_replica_context().all_reduce("MEAN", keras.ops.ones(()))
+
+
+def make_scaled_sgd():
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize(
+    ("shard", "make", "plain"),
+    [
+        (None, lambda: ReducesLate(0.1), lambda: keras.optimizers.SGD(0.1)),
+        ("optimizer", make_scaled_sgd, make_scaled_sgd),
+    ],
+    ids=["own optimizer", "shards"],
+)
+def test_optimizer_that_begins_to_exchange(shard, make, plain):
+    targets = Y.copy()
+    if shard is not None:
+        targets[0] = np.inf  # the first update is left out
+
+    def fit(strategy, make):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+            model.compile(make(), "mse")
+        model.fit(X, targets, batch_size=4, epochs=2, verbose=0, shuffle=False)
+        return model.get_weights()
+
+    many = fit(ks.MirroredStrategy(["cpu:0", "cpu:1"], shard=shard), make)
+    one = fit(ks.OneDeviceStrategy("cpu:0"), plain)
+    for expected, value in zip(one, many, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+
+
 class Unfreeze(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self.model.layers[0].trainable = epoch > 0

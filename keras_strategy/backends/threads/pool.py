@@ -315,6 +315,8 @@ class ReplicaThreads:
             raise
         finally:
             turns.forget_calls()
+        if has_one_exchange and not turns.has_threads:
+            self._pool = None  # its OpenMP threads would wait for work
         raised = [error for error in errors if error is not None]
         if raised:
             causes = [e for e in raised if not isinstance(e, ReplicaStopped)]

@@ -14,6 +14,7 @@ import keras
 import torch
 from keras import tree
 
+from keras_strategy.audit.snapshot import is_keras
 from keras_strategy.audit.verify import FirstStepAudit
 from keras_strategy.backends.threads.pool import KerasStep
 from keras_strategy.backends.torch.compilation import CompiledModel
@@ -79,7 +80,8 @@ class BatchFunction:
             (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
         )
         # Nothing of the user's follows `optimizer.apply`, except for metrics.
-        self._step = KerasStep(self._call) if self._returns_metrics else self._call
+        is_regular = self._returns_metrics and _exchanges_alike(model, strategy)
+        self._step = KerasStep(self._call) if is_regular else self._call
         self._may_lack_metrics = kind != "predict"
         self.expect_readers()
 
@@ -199,6 +201,13 @@ class LogReaderDetector(keras.callbacks.Callback):
             operation = "whether the logs of batches are read"
             are_read = any(cluster.exchange(operation, are_read))
         function.logs_are_read = are_read
+
+
+def _exchanges_alike(model: keras.Model, strategy: Any) -> bool:
+    """Return True if the replicas exchange as often in each step of the optimizer."""
+    # Shards are joined only after an update, which LossScaleOptimizer may leave out.
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return strategy.shard is None and is_keras(type(optimizer))
 
 
 def _arrays_of(batch: Any) -> Any:
