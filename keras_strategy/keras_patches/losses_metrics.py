@@ -28,34 +28,51 @@ keras_compiled = find_module(
 )
 
 
+# The attribute of a loss that is computed on the gathered global batch.
+_NEEDS_ALL_ROWS = "_ks_needs_all_rows"
 _CALL = "(self, y_true, y_pred, sample_weight=None)"
 
 
 @hook(keras.losses.Loss, "__call__", _CALL, when=in_replica)
 def _call(original, replica, self, y_true, y_pred, sample_weight=None):
     """Divide a replica's loss by the denominator of the global batch."""
-    # A loss that returns a scalar is computed on the gathered global batch, because its
-    # reduction is unknown: Dice divides sums over all rows, so no mean of local values
-    # equals one device's. The same holds for Circle, the only Keras loss that compares
-    # rows and returns a value per row.
     inputs = y_true, y_pred, sample_weight
     step = replica.step
     if step.has_all_rows:
         return original(self, *inputs)
-    is_circle = vars(self).get("fn") is keras.losses.circle
-    if step.row_weight is not None and is_circle:
-        return _call_on_global_batch(replica, original, self, *inputs)
+    if step.row_weight is not None:
+        if _NEEDS_ALL_ROWS not in vars(self):
+            vars(self)[_NEEDS_ALL_ROWS] = _needs_all_rows(self, y_true, y_pred)
+        if vars(self)[_NEEDS_ALL_ROWS]:
+            return _call_on_global_batch(replica, original, self, *inputs)
     mask = keras_masking.get_keras_mask(y_pred)
     # Keras's own code up to the reduction of the loss values.
     with keras.name_scope(self.name):
-        true, pred = tree.map_structure(
-            lambda x: ops.convert_to_tensor(x, dtype=self.dtype), (y_true, y_pred)
-        )
-        values = self.call(true, pred)
+        values = self.call(*_convert(self, y_true, y_pred))
         if len(ops.shape(values)) > 0 or step.row_weight is None:
             masks = [mask, keras_masking.get_keras_mask(values)]
             return _reduce_loss(self, replica, values, sample_weight, masks)
+    # It has returned rows for another output.
     return _call_on_global_batch(replica, original, self, *inputs)
+
+
+def _needs_all_rows(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> bool:
+    """Return True if a loss returns a scalar, or compares rows."""
+    # The reduction of such a loss is unknown: Dice divides sums over all rows, so no
+    # mean of local values equals one device's. Circle is the only Keras loss that
+    # compares rows and returns a value per row.
+    if vars(loss).get("fn") is keras.losses.circle:
+        return True
+    # What this call assigns is dropped.
+    scope = global_state.get_global_attribute("stateless_scope")
+    with ChildScope((), scope):
+        return len(ops.shape(loss.call(*_convert(loss, y_true, y_pred)))) == 0
+
+
+def _convert(loss: keras.losses.Loss, *inputs: Any) -> Any:
+    return tree.map_structure(
+        lambda x: ops.convert_to_tensor(x, dtype=loss.dtype), inputs
+    )
 
 
 _GET_LOSS = "(identifier, y_true, y_pred)"

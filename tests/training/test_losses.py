@@ -150,3 +150,32 @@ def test_weight_by_rows_refuses_bad_arguments(two):
     for rows in (2.0, True, [2], None):
         with pytest.raises(ValueError, match="rows="), ks.weight_by_rows(rows):
             pass
+
+
+class CentredLoss(keras.losses.Loss):
+    """A scalar of all rows, which keeps a moving average of the predictions."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = keras.Variable(0.0, trainable=False)
+        self.center = keras.Variable([0.0, 0.0], trainable=False)
+
+    def call(self, y_true, y_pred):
+        self.calls.assign_add(1.0)
+        self.center.assign(0.5 * self.center + 0.5 * keras.ops.mean(y_pred, axis=0))
+        return keras.ops.mean(keras.ops.square(y_pred - y_true - self.center))
+
+
+def test_scalar_loss_with_state_is_called_once(two):
+    x, y = np.random.RandomState(1).rand(2, 17, 2).astype("float32")
+
+    def trained(strategy):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            loss = CentredLoss()
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+            model.compile("sgd", loss)
+        logs = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history
+        return [*model.get_weights(), logs["loss"], loss.calls, loss.center]
+
+    assert largest(trained(None), trained(two)) < 1e-5
