@@ -37,22 +37,23 @@ _CALL = "(self, y_true, y_pred, sample_weight=None)"
 def _call(original, replica, self, y_true, y_pred, sample_weight=None):
     """Divide a replica's loss by the denominator of the global batch."""
     inputs = y_true, y_pred, sample_weight
-    step = replica.step
+    step, is_in_step = replica.step, replica.step.row_weight is not None
     if step.has_all_rows:
         return original(self, *inputs)
-    if step.row_weight is not None:
-        if _NEEDS_ALL_ROWS not in vars(self):
-            vars(self)[_NEEDS_ALL_ROWS] = _needs_all_rows(self, y_true, y_pred)
-        if vars(self)[_NEEDS_ALL_ROWS]:
-            return _call_on_global_batch(replica, original, self, *inputs)
     mask = keras_masking.get_keras_mask(y_pred)
     # Keras's own code up to the reduction of the loss values.
     with keras.name_scope(self.name):
-        values = self.call(*_convert(self, y_true, y_pred))
-        if len(ops.shape(values)) > 0 or step.row_weight is None:
-            masks = [mask, keras_masking.get_keras_mask(values)]
-            return _reduce_loss(self, replica, values, sample_weight, masks)
-    # It has returned rows for another output.
+        true, pred = tree.map_structure(
+            lambda x: ops.convert_to_tensor(x, dtype=self.dtype), (y_true, y_pred)
+        )
+        if is_in_step and _NEEDS_ALL_ROWS not in vars(self):
+            vars(self)[_NEEDS_ALL_ROWS] = _needs_all_rows(self, true, pred)
+        if not (is_in_step and vars(self)[_NEEDS_ALL_ROWS]):
+            values = self.call(true, pred)
+            # It may return rows for one output and a scalar for another.
+            if len(ops.shape(values)) > 0 or not is_in_step:
+                masks = [mask, keras_masking.get_keras_mask(values)]
+                return _reduce_loss(self, replica, values, sample_weight, masks)
     return _call_on_global_batch(replica, original, self, *inputs)
 
 
@@ -66,13 +67,7 @@ def _needs_all_rows(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> bool:
     # What this call assigns is dropped.
     scope = global_state.get_global_attribute("stateless_scope")
     with ChildScope((), scope):
-        return len(ops.shape(loss.call(*_convert(loss, y_true, y_pred)))) == 0
-
-
-def _convert(loss: keras.losses.Loss, *inputs: Any) -> Any:
-    return tree.map_structure(
-        lambda x: ops.convert_to_tensor(x, dtype=loss.dtype), inputs
-    )
+        return len(ops.shape(loss.call(y_true, y_pred))) == 0
 
 
 _GET_LOSS = "(identifier, y_true, y_pred)"
