@@ -1,5 +1,6 @@
 """The threads that replicas run in, by themselves."""
 
+import functools
 import subprocess
 import sys
 import threading
@@ -128,6 +129,26 @@ def test_replicas_run_in_calling_thread():
     assert threads_of_replicas() == ([True, True, True], 1)
     nested = threads_of_replicas("optimizer.apply", has_one_exchange=True)
     assert nested == ([True, True, True], 1)
+
+
+def test_threads_end_when_steps_need_none():
+    replicas = ReplicaThreads(["a", "a replica's own name"])
+
+    def call(has_one_exchange):
+        turns = TurnScheduler(2)
+
+        def exchange(replica):
+            turns.exchange(replica, "optimizer.apply", None, len)
+
+        calls = [functools.partial(exchange, replica) for replica in range(2)]
+        replicas.call(turns, calls, has_one_exchange)
+        return [t for t in threading.enumerate() if "own name" in t.name]
+
+    (thread,) = call(has_one_exchange=False)
+    assert call(has_one_exchange=False) == [thread]
+    call(has_one_exchange=True)
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Turns of a group's replicas, which run one at a time, in order, and their threads.
 
-The first replica runs in the calling thread. The others have threads where they need
-them, for as long as the group exists.
+The first replica runs in the calling thread. The others have threads while their steps
+need them, at most for as long as the group exists.
 """
 
 import atexit
