@@ -330,6 +330,22 @@ def only_the_first_counts() -> list[float]:
     return [float(inside), float(keras.ops.convert_to_numpy(v))]
 
 
+def tracked_collectives() -> list[str]:
+    """Return the operation that a failure of a worker would be reported in."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    workers, names = strategy.extended.group.workers, []
+    value = keras.ops.ones((2,))
+    for collective in (
+        lambda: workers.sum("a sum", value),
+        lambda: workers.sum_all("two sums", [value, value]),
+        lambda: workers.gather("rows", value, 0),
+        lambda: workers.broadcast("a value", [value]),
+    ):
+        collective()
+        names.append(strategy.extended.cluster.client.trace.last)
+    return names
+
+
 def different_shapes() -> str:
     """A collective of values of different shapes on the workers."""
     strategy = ks.MultiWorkerMirroredStrategy()

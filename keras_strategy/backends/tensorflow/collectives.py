@@ -95,7 +95,8 @@ class TensorFlowWorkers(WorkerCollectives):
     def sum(self, name: str, tensor: Any, verify: Verify = Verify.BEFORE) -> Any:
         # A mismatch in a tf.function raises `InvalidArgumentError`, which
         # `collective_scope` converts. `sum_values` has checked that these are numbers.
-        return self._sum(name, tf.convert_to_tensor(tensor), verify)
+        with self.collective_scope(name):
+            return self._sum(name, tf.convert_to_tensor(tensor), verify)
 
     def sum_all(
         self, name: str, tensors: Sequence[Any], verify: Verify = Verify.BEFORE
@@ -167,6 +168,10 @@ class TensorFlowWorkers(WorkerCollectives):
         return results
 
     def gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
+        with self.collective_scope(name):
+            return self._gather(name, tensor, axis)
+
+    def _gather(self, name: str, tensor: Any, axis: int) -> tuple[Any, Any]:
         axis %= tensor.shape.rank
         rows, check = self._compare(
             self._key(name, tensor), tensor, tensor.dtype, axis=axis

@@ -220,8 +220,7 @@ class _MultiWorkerExtended(_VariablesMixin, CollectiveAllReduceExtended):
         if not isinstance(destinations, str) or not is_per_replica:
             return super()._reduce_to(reduce_op, value, destinations, options)
         total = sum_values([tf.convert_to_tensor(part) for part in value.values])
-        with self._ks_workers.collective_scope("tf.distribute.Strategy.reduce"):
-            total = self._ks_workers.sum("tf.distribute.Strategy.reduce", total)
+        total = self._ks_workers.sum("tf.distribute.Strategy.reduce", total)
         if reduce_op is tf.distribute.ReduceOp.SUM:
             return total
         return divide(total, self._container_strategy().num_replicas_in_sync)

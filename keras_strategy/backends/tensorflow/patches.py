@@ -169,10 +169,8 @@ def _value(original, self):
         is_first_only = self.aggregation == "only_first_replica"
         if group.workers is None or not is_first_only or in_stateless_scope():
             return original(self)
-        name = f"the value of '{self.path}'"
-        with group.collective_scope(name):
-            part = sum_values(group.local_summands(self))
-            value = group.workers.sum(name, part)
+        part = sum_values(group.local_summands(self))
+        value = group.workers.sum(f"the value of '{self.path}'", part)
     return self._maybe_autocast(tf.convert_to_tensor(value))
 
 
