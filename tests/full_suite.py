@@ -318,6 +318,7 @@ ON_ONE: dict[str, list[str]] = {
         "distributed/test_addresses.py::test_workers_on_several_machines_connect",
         "distributed/test_collectives.py::test_collectives_of_workers",
         "distributed/test_collectives.py::test_first_replica_values_and_differing_shapes",
+        "distributed/test_collectives.py::test_operation_of_collective_is_known",
         "distributed/test_launch.py::test_launched_workers_match_one_device",
         "distributed/test_local_rows.py::test_local_datasets_resume",
         "distributed/test_local_rows.py::test_local_rows_give_one_devices_weights",

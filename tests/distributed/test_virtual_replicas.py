@@ -24,11 +24,19 @@ def on_one_device(name, **fit):
     return jobs.fit(name, strategy, **fit)
 
 
-@pytest.mark.parametrize(("workers", "devices"), [(2, 1), (3, 1), (3, 2)])
-def test_workers_have_bits_of_one_device(workers, devices, starter):
+@pytest.mark.parametrize(
+    ("workers", "devices", "names"),
+    [
+        (2, 1, ["text", "global images"]),
+        (2, 1, ["attention", "local images"]),
+        (3, 1, list(jobs.PROGRAMS)),
+        (3, 2, list(jobs.PROGRAMS)),
+    ],
+)
+def test_workers_have_bits_of_one_device(workers, devices, names, starter):
     with WorkerRunner(workers, devices, timeout_seconds=300, starter=starter) as runner:
-        found = runner.run(jobs.fit_each, list(jobs.PROGRAMS))
-    for name in jobs.PROGRAMS:
+        found = runner.run(jobs.fit_each, names)
+    for name in names:
         expected = on_one_device(name)
         for worker in found:
             assert worker[name] == expected
