@@ -331,7 +331,7 @@ def only_the_first_counts() -> list[float]:
 
 
 def tracked_collectives() -> list[str]:
-    """Return the operation that a failure of a worker would be reported in."""
+    """Return the operation in which each collective reports a failed worker."""
     strategy = ks.MultiWorkerMirroredStrategy()
     workers, names = strategy.extended.group.workers, []
     value = keras.ops.ones((2,))

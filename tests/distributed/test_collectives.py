@@ -54,6 +54,6 @@ def test_first_replica_values_and_differing_shapes(in_turns):
 
 
 def test_operation_of_collective_is_known(two_workers):
-    """So that a failure of another worker replaces the engine's error."""
+    """A worker that fails meanwhile is reported instead of the engine's error."""
     for names in two_workers.run(jobs.tracked_collectives):
         assert names == ["a sum", "two sums", "rows", "a value"]

@@ -27,16 +27,16 @@ def on_one_device(name, **fit):
 @pytest.mark.parametrize(
     ("workers", "devices", "names"),
     [
-        (2, 1, ["text", "global images"]),
-        (2, 1, ["attention", "local images"]),
-        (3, 1, list(jobs.PROGRAMS)),
-        (3, 2, list(jobs.PROGRAMS)),
+        (2, 1, "text,global images"),
+        (2, 1, "attention,local images"),
+        (3, 1, ",".join(jobs.PROGRAMS)),
+        (3, 2, ",".join(jobs.PROGRAMS)),
     ],
 )
 def test_workers_have_bits_of_one_device(workers, devices, names, starter):
     with WorkerRunner(workers, devices, timeout_seconds=300, starter=starter) as runner:
-        found = runner.run(jobs.fit_each, names)
-    for name in names:
+        found = runner.run(jobs.fit_each, names.split(","))
+    for name in names.split(","):
         expected = on_one_device(name)
         for worker in found:
             assert worker[name] == expected
