@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from keras_strategy.audit import verify as _audit
+from keras_strategy.audit import policy as _audit
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches import consistency
 from keras_strategy.training import random
@@ -87,7 +87,7 @@ def check_mirrored(enabled: bool = True) -> None:
     consistency.check_each_batch = enabled
 
 
-def audit(mode: str = "warn") -> None:
+def audit(mode: str = "exact") -> None:
     """Choose what `fit`, `evaluate` and `predict` do where replicas differ.
 
     On torch and TensorFlow, each replica computes on its rows, which equals one device

@@ -92,6 +92,8 @@ class AuditReport:
             method, in words; "" if nothing does, or if it was not found.
         cause: `"call"`, `"loss"`, `"random"`, `"gradient"`, `"gradient in run"`,
             `"metric"`, `"state"`, `"log"` or `"prediction"`; "" if nothing differs.
+        failure: The error of a step that failed, on a replica's rows or on one device;
+            "" if none did.
 
     Example:
 
@@ -112,11 +114,12 @@ class AuditReport:
     values: list[ComparedValue] = field(default_factory=list)
     place: str = ""
     cause: str = ""
+    failure: str = ""
 
     @property
     def differs(self) -> bool:
-        """True if several replicas compute something else than one device."""
-        return any(value.differs for value in self.values)
+        """True if replicas compute something else than one device, or if one fails."""
+        return bool(self.failure) or any(value.differs for value in self.values)
 
     @property
     def advice(self) -> str:
@@ -140,6 +143,8 @@ class AuditReport:
         """The result in one paragraph."""
         if not self.differs:
             return f"{self.what} equals one device's."
+        if self.failure:
+            return f"{self.what} fails on a part of a batch: {self.failure}"
         worst = self.largest()
         assert worst is not None
         where = f" It begins with {self.place}: {self.advice}" if self.place else ""

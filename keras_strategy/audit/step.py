@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -51,6 +51,9 @@ class StepAudit:
 
     # `roots` are the objects whose state the step may change.
 
+    # Runs one device's step on the rows of this worker, if there are others.
+    on_own_rows: Step | None = None
+
     def __init__(
         self,
         strategy: Any,
@@ -74,14 +77,32 @@ class StepAudit:
 
     def run(self, report: AuditReport) -> None:
         """Fill a report."""
-        # First, because an error in it is the same on all workers.
-        device = self._run(self._on_device)
-        replicas = self._run(self._on_replicas)
+        # One device first, because an error in it is the same on all workers.
+        steps = [self._on_device, self._on_replicas]
+        if self.on_own_rows is not None:
+            steps.insert(1, self.on_own_rows)
+        results: list[_Result] = []
+        for step in steps:
+            with self._noting_failure(report):
+                results.append(self._run(step))
+            if self._agree(bool(report.failure)):
+                report.failure = report.failure or "it fails on another worker"
+                return
+        device, replicas = results[0], results[-1]
         report.values += self._compare(replicas, device)
         if self._agree(report.differs):
             self._widen_by_rounding(report, device)
         if self._agree(report.differs):
             self._locate(report)
+
+    @contextlib.contextmanager
+    def _noting_failure(self, report: AuditReport) -> Iterator[None]:
+        """Context manager that keeps an error of the step in the report."""
+        try:
+            yield
+        except Exception as error:
+            logger.debug("A step of an audit failed.", exc_info=True)
+            report.failure = f"{type(error).__name__}: {error}"
 
     def _agree(self, differs: bool) -> bool:
         """Return True if a worker has found a difference: all run further steps."""

@@ -1,38 +1,23 @@
-"""Audits of a model's step, on request and in the first step, and of `run`."""
+"""Audits of a model's step and of `run` on request."""
 
-import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_strategy.audit.comparison import host_copy
+from keras_strategy.audit.policy import STEPS, audit_batch, to_arrays
 from keras_strategy.audit.report import AuditReport
-from keras_strategy.audit.snapshot import find_objects, find_user_code
+from keras_strategy.audit.snapshot import find_objects
 from keras_strategy.audit.step import ROWS_PER_REPLICA, StepAudit
-from keras_strategy.core.registry import get_engine
-from keras_strategy.core.step_state import has_rows, map_rows
-from keras_strategy.errors import logger
-from keras_strategy.keras_patches.layers import all_layers
+from keras_strategy.core.step_state import has_rows
 from keras_strategy.keras_patches.trainer import build_from_batch
-from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.options import RunOptions
 from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.train_step import count_rows
-from keras_strategy.values import DistributedValues, PerReplica, map_leaves
-
-# Most bytes of sharded weights that the first step's audit brings together.
-MAX_SHARDED_BYTES = 256 << 20
-
-MODES = ("off", "warn", "raise")
-# Set by `config.audit`.
-mode = "warn"
-# Names of a model's steps, by kind.
-_STEPS = {"train": "training", "test": "evaluation", "predict": "prediction"}
+from keras_strategy.values import DistributedValues, map_leaves
 
 
 def verify(
@@ -88,9 +73,9 @@ def verify(
         assert report.differs and "mean" in report.place
     ```
     """
-    if kind not in _STEPS:
+    if kind not in STEPS:
         raise ValueError(
-            f"Argument `kind` must be one of {', '.join(map(repr, _STEPS))}. "
+            f"Argument `kind` must be one of {', '.join(map(repr, STEPS))}. "
             f"Received: kind={kind!r}"
         )
     strategy = strategy_of_model(model)
@@ -119,9 +104,7 @@ def verify(
         )
     with strategy.scope():
         build_from_batch(model, batch)
-        report = audit_step(model, kind, strategy, batch)
-    assert report is not None  # there is one process
-    return report
+        return audit_batch(model, kind, strategy, batch)
 
 
 def verify_run(
@@ -245,138 +228,3 @@ def _find_named_objects(fn: Callable[..., Any]) -> list[Any]:
         named = inspect.getclosurevars(function)
         found += [*named.nonlocals.values(), *named.globals.values()]
     return found
-
-
-def audit_step(model: Any, kind: str, strategy: Any, batch: Any) -> AuditReport | None:
-    """Audit a step on the first rows of a batch; return None if a replica has none."""
-    few = take_first_rows(batch, strategy)
-    if few is None:
-        return None
-    local, all_rows = few
-    on_replicas, on_device = get_engine().audit.step_functions(model, kind, strategy)
-    report = AuditReport(f"The {_STEPS[kind]} step of the model '{model.name}'")
-    StepAudit(
-        strategy,
-        kind,
-        lambda: to_arrays(on_replicas(local)),
-        lambda: to_arrays(on_device(all_rows)),
-        model,
-        [model],
-    ).run(report)
-    return report
-
-
-def take_first_rows(batch: Any, strategy: Any) -> tuple[Any, Any] | None:
-    """Return the first rows of the local and of all replicas; None if one has none."""
-    # Uneven if possible.
-    replicas, cluster = strategy.num_replicas_in_sync, strategy.extended.cluster
-    first_rows = get_engine().audit.first_rows
-    if cluster is None:
-        count = ROWS_PER_REPLICA * replicas + 1
-        few = map_rows(lambda x: first_rows(x, count), batch)
-        return few, few
-    local = strategy.extended.topology.local_replicas
-    available = batch.bounds[-1][1] - batch.bounds[0][0]
-    counts = cluster.exchange("audit: rows", available // len(local))
-    each = min(ROWS_PER_REPLICA, *counts)
-    if each == 0:
-        return None
-    rows = map_rows(lambda x: first_rows(x, each * len(local)), batch.batch)
-    bounds = [(each * index, each * (index + 1)) for index in local]
-    own = None if batch.worker_rows is None else [each * len(local)] * len(counts)
-    few = type(batch)(
-        rows, bounds, each * replicas, worker_rows=None if own is None else tuple(own)
-    )
-
-    def gather(x):
-        if keras.backend.standardize_dtype(x.dtype) == "string":
-            # Any bytes, which JSON sends as text and collectives not at all.
-            texts = [text.decode("latin-1") for text in np.ravel(x.numpy())]
-            gathered = cluster.exchange("audit: text", texts)
-            joined = [text.encode("latin-1") for part in gathered for text in part]
-            return keras.ops.reshape(joined, (-1, *x.shape[1:]))
-        parts = [x[i * each : (i + 1) * each] for i in range(len(local))]
-        return strategy.gather(PerReplica(parts), axis=0)
-
-    return few, map_rows(gather, rows)
-
-
-def to_arrays(outputs: Any) -> dict[str, Any]:
-    """Return outputs by name, as NumPy arrays; of distributed values a list of them."""
-    found = {}
-    for path, leaf in tree.flatten_with_path(outputs):
-        name = "/".join(map(str, path)) or "output"
-        if isinstance(leaf, DistributedValues):
-            found[name] = list(map(_to_array, leaf.values))
-        elif leaf is not None:
-            found[name] = _to_array(leaf)
-    return found
-
-
-def _to_array(leaf: Any) -> np.ndarray:
-    array = host_copy(leaf)
-    return np.asarray(leaf) if array is None else array
-
-
-class FirstStepAudit:
-    """Audits the first step if some of it is the user's; does nothing after that."""
-
-    # `scope` returns a context manager in which workers run collectives.
-
-    def __init__(
-        self,
-        model: Any,
-        kind: str,
-        strategy: Any,
-        scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-    ):
-        self._model, self._kind, self._strategy = model, kind, strategy
-        self._scope = scope
-        self.is_done = strategy.num_replicas_in_sync == 1
-
-    def is_due(self) -> bool:
-        """Return True if the next step is to be audited."""
-        self.is_done = self.is_done or mode == "off"
-        # A later step is, where layers are built in the first.
-        if self.is_done or not all(x.built for x in all_layers(self._model)):
-            return False
-        self.is_done = self._is_too_large() or (
-            find_user_code(find_objects([self._model])) is None
-        )
-        return not self.is_done
-
-    def _is_too_large(self) -> bool:
-        """Return True for a sharded model that an audit would have to gather."""
-        size = sum(map(byte_count, self._model.trainable_variables))
-        if self._strategy.shard != "parameters" or size <= MAX_SHARDED_BYTES:
-            return False
-        logger.info(
-            "The first step of the model '%s' is not audited, since that needs all of "
-            "its %.0f MB on one device. `ks.verify(model, x, y)` does it.",
-            *(self._model.name, size / 1e6),
-        )
-        return True
-
-    def run(self, batch: Any) -> None:
-        """Audit the step on a global batch, or a worker's rows of it."""
-        self.is_done, cluster = True, self._strategy.extended.cluster
-        try:
-            with self._scope():
-                report = audit_step(self._model, self._kind, self._strategy, batch)
-        except Exception:
-            if cluster is not None:
-                raise  # other workers may wait for this one
-            # The step may need more rows.
-            logger.info("The first step could not be audited.", exc_info=True)
-            return
-        self.is_done = report is not None
-        if report is None or not report.differs:
-            return
-        text = (
-            f"{report.message} `ks.verify(model, x, y)` shows the comparison, and "
-            '`ks.config.audit("off")` turns it off.'
-        )
-        if mode == "raise":
-            raise RuntimeError(text)
-        if cluster is None or cluster.is_chief:
-            logger.warning(text)

@@ -154,6 +154,9 @@ class ReplicaGroup(Protocol):
         # After an exception of `fn` the variables keep their old values, or a note on
         # the exception says that they do not.
 
+    def call_once(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Call `fn` as on one device; all replicas get what it assigns."""
+
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         """Combine tensors over the replicas, and over `axis` unless it is None."""
 

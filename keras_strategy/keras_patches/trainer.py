@@ -18,6 +18,7 @@ from keras_strategy.data.sources import prefetch_disabled, stop_prefetchers_on_e
 from keras_strategy.keras_patches import consistency as mirror_consistency
 from keras_strategy.keras_patches import data_adapters
 from keras_strategy.keras_patches.fingerprint import write_report_if_requested
+from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.keras_patches.patch import (
     find_module,
     global_state,
@@ -276,6 +277,29 @@ def build_from_batch(model: keras.Model, batch: Any) -> None:
     model._symbolic_build(data_batch=keras.tree.map_structure(to_symbolic, batch))
 
 
+# The attribute of a model that Keras has built from a batch.
+_IS_BUILT = "_ks_is_built"
+
+
+def build_for_step(model: keras.Model, kind: str, batch: Any) -> bool:
+    """Build the layers that a step uses; return False if only the step can do it."""
+    if vars(model).get(_IS_BUILT) or all(layer.built for layer in all_layers(model)):
+        return True
+
+    def make_symbolic(array):
+        dtype = keras.backend.standardize_dtype(array.dtype)
+        return keras.KerasTensor(array.shape, dtype)
+
+    if kind == "predict":
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(getattr(batch, "batch", batch))
+        try:
+            model(keras.tree.map_structure(make_symbolic, x))
+        except Exception:
+            return False
+        vars(model)[_IS_BUILT] = True
+    return kind == "predict"
+
+
 def build_compiled_metrics(model: keras.Model, batch: Any) -> None:
     """Build the metrics of a model that was compiled again in `fit`."""
     metrics = model._compile_metrics
@@ -294,6 +318,7 @@ def _symbolic_build(original, strategy, self, iterator=None, data_batch=None):
         report_differing_rows(batches),
     ):
         result = original(self, recorded, data_batch)
+    vars(self)[_IS_BUILT] = True
     adopt_variables(strategy, self)
     ownership.broadcast_pending_values()
     return result

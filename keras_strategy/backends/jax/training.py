@@ -17,12 +17,12 @@ import numpy as np
 from jax.core import Tracer
 from keras import ops, tree
 
-from keras_strategy.audit.verify import FirstStepAudit
+from keras_strategy.audit.policy import RowPolicy
 from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.collectives import LocalBatches, ShardedPerReplica
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.patches_data import PartialBatchList
-from keras_strategy.core.context import distributed_replica
+from keras_strategy.core.context import cross_replica_scope, distributed_replica
 from keras_strategy.core.step_state import RowRange
 from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.options import RunOptions
@@ -42,7 +42,8 @@ class VirtualFunction:
     ):
         self._model, self._kind, self._distribution = model, kind, distribution
         self._strategy: Any = strategy_of_model(model)
-        self._audit = FirstStepAudit(model, kind, self._strategy)
+        self.policy = RowPolicy(model, kind, self._strategy)
+        self._whole_step: Any = None
         self._returns_metrics = rules.returns_only_metrics(model, kind)
         self._weighted_step = rules.make_weighted_step(
             self._call_keras,
@@ -57,7 +58,7 @@ class VirtualFunction:
         self._options = RunOptions(compile=None if compiles else False)
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
-        outputs = [self._run(batch) for batch in self._next_batches(iterator)]
+        outputs = [self._audit_and_run(x) for x in self._next_batches(iterator)]
         if not outputs:
             raise StopIteration
         if self._kind == "predict" and len(outputs) > 1:
@@ -72,10 +73,47 @@ class VirtualFunction:
                 return
             yield batch
 
+    def _audit_and_run(self, batch: Any) -> Any:
+        if not self.policy.is_done and self.policy.is_due():
+            self.policy.audit(tree.map_structure(self._to_host, batch))
+        return self._run_whole(batch) if self.policy.runs_whole else self._run(batch)
+
+    def _run_whole(self, batch: Any) -> Any:
+        """Run the step on all rows of a batch, on one device of each worker."""
+
+        def on_one_device(array):
+            if array is None:
+                return None
+            return put(array, self._distribution.everywhere).addressable_data(0)
+
+        if self._whole_step is None:
+            self._whole_step = getattr(self._model, f"{self._kind}_step")
+            if self._options.compile is None:
+                self._whole_step = jax.jit(self._whole_step)
+        groups = self._variables()
+        values = [[on_one_device(v.value) for v in variables] for variables in groups]
+        data = tree.map_structure(on_one_device, batch)
+        with cross_replica_scope(None):
+            outputs, new_values = self._whole_step(tuple(values), data)
+            if self._kind == "predict":
+                groups, new_values = groups[1:], [new_values]
+            for variables, arrays in zip(groups, new_values, strict=True):
+                for variable, array in zip(variables, arrays, strict=True):
+                    variable.assign(array)
+        return outputs
+
+    def _variables(self) -> list[Sequence[Any]]:
+        """Return the variables of the step's state."""
+        model = self._model
+        groups = [model.trainable_variables, model.non_trainable_variables]
+        if self._kind == "train":
+            groups.append(model.optimizer.variables)
+        if self._kind != "predict":
+            groups.append(model.metrics_variables)
+        return groups
+
     def _run(self, batch: Any) -> Any:
         """Run the step on a global batch; return merged logs, or predictions."""
-        if not self._audit.is_done and self._audit.is_due():
-            self._audit.run(tree.map_structure(self._to_host, batch))
         rows = rules.count_rows(batch)
         if rows % self._distribution.replicas == 0:
             local = self._join(batch)
@@ -166,12 +204,7 @@ class VirtualFunction:
 
     def _call_keras(self, data: Any) -> Any:
         """Call the model's step with the values of variables, and write new ones."""
-        model = self._model
-        groups = [model.trainable_variables, model.non_trainable_variables]
-        if self._kind == "train":
-            groups.append(model.optimizer.variables)
-        if self._kind != "predict":
-            groups.append(model.metrics_variables)
+        model, groups = self._model, self._variables()
         values = tuple([variable.value for variable in group] for group in groups)
         outputs, new_values = getattr(model, f"{self._kind}_step")(values, data)
         if self._kind == "predict":

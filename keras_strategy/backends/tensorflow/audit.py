@@ -72,7 +72,7 @@ class Adapter(AuditAdapter):
             logger = tf.get_logger()
             logger.addFilter(_discard)
             try:
-                return TrainingStrategy(strategy, model).run(step, args=(batch,))
+                return TrainingStrategy(strategy, model, True).run(step, args=(batch,))
             finally:
                 logger.removeFilter(_discard)
 

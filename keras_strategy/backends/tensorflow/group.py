@@ -48,6 +48,7 @@ from keras_strategy.keras_patches.random import (
     dry_run_layer,
     global_generator,
     layer_draws,
+    set_global_generator,
 )
 from keras_strategy.keras_patches.variables_optimizers import (
     byte_count,
@@ -242,26 +243,32 @@ class TensorFlowGroup(ComponentGroup):
         # A variable that one replica's thread creates would have to be created by all
         # threads together. Here it exists on all devices when the first replica
         # continues, and the other replicas find it.
-        policy = keras.config.dtype_policy()
+        no_scope = context.cross_replica_scope(None)
+        return _call_in_thread(fn, self.strategy.scope() if in_scope else no_scope)
 
+    def call_once(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        # Outside of the native strategy, its variables write to all components.
+        fn, generator = _convert(fn), global_generator()
+        is_eager = tf.executing_eagerly()
+        graph = None if is_eager else tf.compat.v1.get_default_graph()
+
+        @tf.autograph.experimental.do_not_convert
         def call():
-            keras.config.set_dtype_policy(policy)
-            no_scope = context.cross_replica_scope(None)
-            with self.strategy.scope() if in_scope else no_scope:
-                return fn()
+            set_global_generator(generator)
+            with (
+                contextlib.nullcontext() if graph is None else graph.as_default(),
+                tf.device(self._first_device),
+            ):
+                return fn(*args, **kwargs)
 
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            return pool.submit(call).result()
+        return _call_in_thread(call, context.cross_replica_scope(None))
 
     def call(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Call `fn` on every replica, without compiling it."""
         if isinstance(fn, tf.types.experimental.GenericFunction):
             # Replicas cannot run collectives inside a tf.function of each.
             fn = fn.python_function  # pyright: ignore[reportAttributeAccessIssue]
-        fn = tf.__internal__.autograph.tf_convert(
-            fn, tf.__internal__.autograph.control_status_ctx(), False
-        )
-        return self._call_in_turns(fn, args, kwargs)
+        return self._call_in_turns(_convert(fn), args, kwargs)
 
     @tf.autograph.experimental.do_not_convert
     def _call_in_turns(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -415,3 +422,23 @@ def _read(value: Any) -> Any:
     if is_variable or hasattr(value, "__array__") and not tf.is_tensor(value):
         return tf.convert_to_tensor(value)
     return value
+
+
+def _convert(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for AutoGraph, where its caller is converted."""
+    autograph = tf.__internal__.autograph
+    return autograph.tf_convert(fn, autograph.control_status_ctx(), False)
+
+
+def _call_in_thread(fn: Callable[[], Any], scope: AbstractContextManager[Any]) -> Any:
+    """Call `fn` in a scope and in a thread that is in no native strategy."""
+    policy = keras.config.dtype_policy()
+
+    @tf.autograph.experimental.do_not_convert
+    def call():
+        keras.config.set_dtype_policy(policy)  # Keras stores it per thread
+        with scope:
+            return fn()
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(call).result()

@@ -22,7 +22,12 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.audit.verify import FirstStepAudit
+from keras_strategy.audit.policy import (
+    RowPolicy,
+    kinds_that_run_whole,
+    own_rows,
+    with_all_rows,
+)
 from keras_strategy.backends.tensorflow.collectives import Verify, gather_over_workers
 from keras_strategy.backends.tensorflow.compile_cache import require
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
@@ -36,7 +41,7 @@ from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import LocalRows, RowRange
 from keras_strategy.keras_patches.layers import all_layers, seed_generators
 from keras_strategy.training import train_step
-from keras_strategy.training.row_weights import local_bounds
+from keras_strategy.training.row_weights import local_bounds, runs_once, whole_weights
 from keras_strategy.values import DistributedValues, PerReplica
 
 logger = logging.getLogger("keras_strategy")
@@ -45,11 +50,13 @@ logger = logging.getLogger("keras_strategy")
 class TrainingStrategy:
     """Stand-in for the native strategy of a model in Keras's trainer."""
 
-    def __init__(self, strategy: Strategy, model: keras.Model):
+    # An audit splits a step whose function may run whole.
+
+    def __init__(self, strategy: Strategy, model: keras.Model, is_audit: bool = False):
         group = strategy.extended.group
         assert isinstance(group, TensorFlowGroup)
         self._group: TensorFlowGroup = group
-        self._model = model
+        self._model, self._strategy, self._is_audit = model, strategy, is_audit
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group.native, name)
@@ -61,18 +68,24 @@ class TrainingStrategy:
         """Run a step on a global batch; return merged logs or all rows' predictions."""
         (data,) = args
         group, workers, model = self._group, self._group.workers, self._model
-        shards, counts, total, row_ranges = _split_batch(data, group)
-        total = tf.cast(total, "float32")
-        weights = [tf.cast(count, "float32") / total for count in counts]
         kinds = {model.train_step: "train", model.test_step: "test"}
         kind = kinds.get(step, "predict")
+        is_whole = kind in kinds_that_run_whole(model) and not self._is_audit
+        if is_whole and runs_once(self._strategy):
+            return group.call_once(step, (_to_tensors(data),), {})
+        if is_whole:
+            shards, weights, row_ranges = _repeat_batch(data, group)
+        else:
+            shards, counts, total, row_ranges = _split_batch(data, group)
+            total = tf.cast(total, "float32")
+            weights = [tf.cast(count, "float32") / total for count in counts]
         has_metrics = train_step.returns_only_metrics(model, kind)
         replica_step = train_step.make_weighted_step(
             step,
             has_metrics,
             functools.partial(all_layers, model),
             require,
-            rows_of_tensor if kind == "predict" else None,
+            rows_of_tensor if kind == "predict" and not is_whole else None,
         )
         outputs = group.call(
             replica_step,
@@ -97,6 +110,8 @@ class TrainingStrategy:
         def merge_rows(value):
             if not isinstance(value, DistributedValues):
                 return value
+            if is_whole:
+                return value.values[0]
             parts = [  # without stand-in rows
                 slice_rows(part, (0, tf.where(weight > 0, rows_of_tensor(part), 0)))
                 for part, weight in zip(value.values, weights, strict=True)
@@ -108,6 +123,23 @@ class TrainingStrategy:
             return gather_over_workers(workers, "the predictions", rows)
 
         return tree.map_structure(merge_rows, outputs)
+
+
+def _to_tensors(data: Any) -> Any:
+    return tree.map_structure(
+        lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), data
+    )
+
+
+def _repeat_batch(
+    data: Any, group: TensorFlowGroup
+) -> tuple[list[Any], list[float], list[RowRange | None]]:
+    """Give each local replica all rows of a batch, and the first one all weight."""
+    data = _to_tensors(data.batch if isinstance(data, LocalRows) else data)
+    rows = common_rows([leaf for leaf in tree.flatten(data) if leaf is not None])
+    weights = whole_weights(group.topology.local_replicas)
+    replicas = len(weights)
+    return [data] * replicas, weights, [RowRange(0, rows, rows)] * replicas
 
 
 def _split_batch(
@@ -125,9 +157,7 @@ def _split_batch(
         raise ValueError("A batch must hold at least one array. Received none.")
     if isinstance(leaves[0], tf.distribute.DistributedValues):
         return _unwrap_batch(data, leaves[0], group)
-    data = tree.map_structure(
-        lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), data
-    )
+    data = _to_tensors(data)
     leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
     local_rows = common_rows(leaves)
     if local_batch is None:
@@ -261,19 +291,19 @@ def audit_first_call(
 ) -> Callable[[Any], Any]:
     """Wrap a function of Keras's loop in the audit of its first step."""
     # The audit reads the batches of the first call, and the function gets them again.
-    audit = FirstStepAudit(model, kind, strategy, scope)
+    policy = RowPolicy(model, kind, strategy, scope)
     attribute = f"{kind}_function"
 
     def run_steps(batches):
-        is_due = audit.is_due()
+        is_due = policy.is_due()
         if is_due and kind == "predict":  # which gets a list
-            audit.run(remove_optionals(batches[0]))
+            policy.audit(remove_optionals(batches[0]))
         elif is_due:
             first = list(itertools.islice(batches, model.steps_per_execution))
             if first:
-                audit.run(remove_optionals(first[0]))
+                policy.audit(remove_optionals(first[0]))
             batches = _make_iterator(first, batches)
-        if audit.is_done and getattr(model, attribute) is this():
+        if policy.is_done and getattr(model, attribute) is this():
             setattr(model, attribute, function)  # later steps need no wrapper
         return function(batches)
 
@@ -300,9 +330,18 @@ def sync_workers(
     is_chief = group.workers is not None and group.workers.cluster.is_chief
     has_warned = False
 
+    def prepare(batch):
+        if kind not in kinds_that_run_whole(model):
+            return batch
+        return make_traceable(with_all_rows(batch, group.strategy))
+
     def predict(batches):
         with group.collective_scope(_LOOPS[kind]):
-            return function(batches)
+            outputs = function([prepare(batch) for batch in batches])
+        if kind not in kinds_that_run_whole(model):
+            return outputs
+        rows = own_rows(batches[0], group.strategy)
+        return tree.map_structure(lambda value: value[rows], outputs)
 
     def run_steps(iterator):
         nonlocal has_warned
@@ -321,7 +360,7 @@ def sync_workers(
         others = itertools.islice(batches, model.steps_per_execution - 1)
         for batch in itertools.chain([first], others):
             with group.collective_scope(_LOOPS[kind]):
-                outputs = function(iter([batch]))
+                outputs = function(iter([prepare(batch)]))
         return outputs
 
     return predict if kind == "predict" else run_steps

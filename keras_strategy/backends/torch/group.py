@@ -201,6 +201,19 @@ class TorchGroup(ComponentGroup):
                 if self.units is not None:
                     self.units.end_run()
 
+    def call_once(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        is_virtual = self.topology.sums_in_tree
+        rounding = _reproducible_rounding if is_virtual else contextlib.nullcontext
+        with (
+            self._lock,
+            rounding(),
+            context.cross_replica_scope(None),
+            self.device_scopes[0](),
+            keras.device(self.torch_devices[0]),
+        ):
+            args, kwargs = self.arrays_to_tensors((args, kwargs))
+            return fn(*args, **kwargs)
+
     def _run_in_turns(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, batch: BatchRows | None
     ) -> Any:

@@ -5,6 +5,7 @@ worker, reads them.
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +15,21 @@ import keras
 import torch
 from keras import tree
 
+from keras_strategy.audit.policy import RowPolicy, own_rows, with_all_rows
 from keras_strategy.audit.snapshot import is_keras
-from keras_strategy.audit.verify import FirstStepAudit
 from keras_strategy.backends.threads.pool import KerasStep
 from keras_strategy.backends.torch.compilation import CompiledModel
 from keras_strategy.core.step_state import LocalRows, RowRange
 from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.keras_patches.losses_metrics import is_known_step
-from keras_strategy.keras_patches.trainer import build_compiled_metrics, reads_logs
+from keras_strategy.keras_patches.trainer import (
+    build_compiled_metrics,
+    build_for_step,
+    reads_logs,
+)
 from keras_strategy.training import train_step as rules
-from keras_strategy.training.row_weights import local_bounds
-from keras_strategy.training.train_step import count_array_rows
+from keras_strategy.training.row_weights import local_bounds, runs_once, whole_weights
+from keras_strategy.training.train_step import count_array_rows, count_rows
 from keras_strategy.values import (
     PerReplica,
     is_numeric_array,
@@ -55,7 +60,7 @@ class BatchFunction:
     # the metrics' results if all logs are named after metrics.
 
     def __init__(self, model: keras.Model, kind: str, strategy: Any):
-        self._audit = FirstStepAudit(model, kind, strategy)
+        self.policy = RowPolicy(model, kind, strategy)
         self._model, self._kind, self._strategy = model, kind, strategy
         self._group = strategy.extended.group
         self._returns_metrics = rules.returns_only_metrics(model, kind)
@@ -72,13 +77,15 @@ class BatchFunction:
             training = kind == "train" if is_known else None
             self._compiled = CompiledModel(model, strategy, training)
             step = self._compiled.step or step
-        self._weighted_step = rules.make_weighted_step(
-            step,
-            self._returns_metrics,
-            lambda: all_layers(model),
-            _check,
-            (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
+        make_weighted_step = functools.partial(
+            rules.make_weighted_step,
+            logs_are_metrics=self._returns_metrics,
+            layers=lambda: all_layers(model),
+            require=_check,
         )
+        count_rows = (lambda tensor: tensor.shape[0]) if kind == "predict" else None
+        self._weighted_step = make_weighted_step(step, rows_to_predict=count_rows)
+        self._weighted_whole_step = make_weighted_step(getattr(model, f"{kind}_step"))
         # Nothing of the user's follows `optimizer.apply`, except for metrics.
         is_regular = self._returns_metrics and _exchanges_alike(model, strategy)
         self._step = KerasStep(self._call) if is_regular else self._call
@@ -94,10 +101,13 @@ class BatchFunction:
         if self._may_lack_metrics:
             self._may_lack_metrics = False
             build_compiled_metrics(self._model, _arrays_of(batches[0]))
-        if not self._audit.is_done and self._audit.is_due():
-            self._audit.run(batches[0])
-        with self._compiled:
-            outputs = [self.run_batch(batch) for batch in batches]
+        if not self.policy.is_done and self.policy.is_due():
+            self.policy.audit(batches[0])
+        if self.policy.runs_whole:
+            outputs = [self._run_whole(batch) for batch in batches]
+        else:
+            with self._compiled:
+                outputs = [self.run_batch(batch) for batch in batches]
         if self._kind == "predict" and len(outputs) > 1:
             return tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
         return outputs[-1]
@@ -111,12 +121,34 @@ class BatchFunction:
             return self._merge_logs(self._strategy.run(self._step, args=args), weights)
         with torch.no_grad():
             if self._kind == "predict":
-                self._build(_arrays_of(batch))
+                build_for_step(self._model, "predict", batch)
             outputs = self._strategy.run(self._step, args=args)
             if self._kind == "test":
                 return self._merge_logs(outputs, weights)
         is_global = not (isinstance(batch, LocalRows) and batch.worker_rows)
         return self._join_predictions(outputs, weights, is_global)
+
+    def _run_whole(self, batch: Any) -> Any:
+        """Run the step on all rows of a global batch at once."""
+        strategy, kind = self._strategy, self._kind
+        batch = with_all_rows(batch, strategy)
+        with torch.set_grad_enabled(kind == "train"):
+            if not runs_once(strategy):
+                args = (PerReplica(_repeat(_arrays_of(batch), strategy)),)
+                outputs = strategy.run(self._call_whole, args)
+                outputs = select_replica(outputs, 0, len(self._group.devices))
+            else:
+                step = getattr(self._model, f"{kind}_step")
+                outputs = self._group.call_once(step, (_arrays_of(batch),), {})
+        if kind == "predict":
+            rows = own_rows(batch, strategy)
+            return tree.map_structure(lambda value: value[rows], outputs)
+        is_merged = runs_once(strategy) or not self._returns_metrics
+        return outputs if is_merged else self._model.get_metrics_result()
+
+    def _call_whole(self, local: "_LocalBatch") -> Any:
+        data = self._group.arrays_to_tensors(local.data)
+        return self._weighted_whole_step(data, local.weight, local.rows)
 
     def _call(self, local: "_LocalBatch") -> Any:
         data = local.data
@@ -137,18 +169,6 @@ class BatchFunction:
             if names is None:
                 self._metric_names = set(model.get_metrics_result())
             return rules.average_logs(logs, weights, self._group.layout.sum_logs)
-
-    def _build(self, batch: Any) -> None:
-        """Build an untrained model, once for all replicas."""
-        if all(layer.built for layer in all_layers(self._model)):
-            return
-
-        def make_symbolic(array):
-            dtype = keras.backend.standardize_dtype(array.dtype)
-            return keras.KerasTensor(array.shape, dtype)
-
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        self._model(tree.map_structure(make_symbolic, x))
 
     def _join_predictions(
         self, outputs: Any, weights: list[float], is_global: bool
@@ -222,6 +242,21 @@ class _LocalBatch:
     weight: float
     rows: RowRange
     has_arrays: bool  # some of the data are NumPy arrays
+
+
+def _repeat(batch: Any, strategy: Any) -> list[_LocalBatch]:
+    """Give each local replica all rows of a batch, and the first replica all weight."""
+    rows, local = count_rows(batch), strategy.extended.topology.local_replicas
+    return [
+        # Each with autograd's version counter of its own, see `_split`.
+        _LocalBatch(
+            map_leaves(lambda x: x.data if isinstance(x, torch.Tensor) else x, batch),
+            weight,
+            RowRange(0, rows, rows),
+            has_arrays=True,
+        )
+        for weight in whole_weights(local)
+    ]
 
 
 def _split(batch: Any, strategy: Any) -> list[_LocalBatch]:

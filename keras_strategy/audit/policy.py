@@ -1,0 +1,232 @@
+"""The policy of a function of `fit`, `evaluate` or `predict`: split rows or run whole.
+
+A step may be split by rows over the replicas if together they compute what one device
+does. User code does not show that, so it is measured: an audit compares both on the
+first batch. A step that differs *runs whole* from then on: it computes all rows of each
+batch at once, as on one device, and every replica gets the variables' new values.
+
+A single process then calls the step once, for all replicas. Several processes, and
+replicas that have shards of the weights or slots, each compute all rows, and only the
+first replica's results count: the others have the row weight 0.
+"""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+from keras import tree
+
+from keras_strategy.audit.comparison import host_copy
+from keras_strategy.audit.report import AuditReport
+from keras_strategy.audit.snapshot import find_objects, find_user_code
+from keras_strategy.audit.step import ROWS_PER_REPLICA, StepAudit
+from keras_strategy.core.registry import get_engine
+from keras_strategy.core.step_state import LocalRows, map_rows
+from keras_strategy.errors import logger
+from keras_strategy.keras_patches.trainer import build_for_step
+from keras_strategy.keras_patches.variables_optimizers import byte_count
+from keras_strategy.values import DistributedValues, PerReplica
+
+# Most bytes of sharded weights that the first step's audit brings together.
+MAX_SHARDED_BYTES = 256 << 20
+
+MODES = ("exact", "warn", "raise", "off")
+# Set by `config.audit`.
+mode = "exact"
+# Names of a model's steps, by kind.
+STEPS = {"train": "training", "test": "evaluation", "predict": "prediction"}
+
+
+def audit_batch(model: Any, kind: str, strategy: Any, batch: Any) -> AuditReport:
+    """Audit a step on a few rows of a batch, or on all of them if it needs more."""
+    report = AuditReport(f"The {STEPS[kind]} step of the model '{model.name}'")
+    for count in (ROWS_PER_REPLICA, None):
+        report.failure = ""
+        local, all_rows = take_rows(batch, strategy, count)
+        audit_step(model, kind, strategy, local, all_rows, report)
+        if not report.failure:
+            break
+    return report
+
+
+def audit_step(
+    model: Any, kind: str, strategy: Any, local: Any, all_rows: Any, report: AuditReport
+) -> None:
+    """Audit a step on rows as replicas and as one device get them; fill a report."""
+    on_replicas, on_device = get_engine().audit.step_functions(model, kind, strategy)
+    audit = StepAudit(
+        strategy,
+        kind,
+        lambda: to_arrays(on_replicas(local)),
+        lambda: to_arrays(on_device(all_rows)),
+        model,
+        [model],
+    )
+    if strategy.extended.cluster is not None and isinstance(local, LocalRows):
+        # An error in it leaves no other worker waiting.
+        audit.on_own_rows = lambda: to_arrays(on_device(local.batch))
+    audit.run(report)
+
+
+def take_rows(batch: Any, strategy: Any, count: int | None) -> tuple[Any, Any]:
+    """Return a few rows, or all, as the replicas and as one device get them."""
+    # `count` is the number for each replica. In one process there is one row more, so
+    # that the replicas have uneven numbers of rows.
+    replicas, cluster = strategy.num_replicas_in_sync, strategy.extended.cluster
+    first_rows = get_engine().audit.first_rows
+    if cluster is None or not isinstance(batch, LocalRows):
+        if count is not None:
+            rows = count * replicas + 1
+            batch = map_rows(lambda x: first_rows(x, rows), batch)
+        return batch, batch
+    local = strategy.extended.topology.local_replicas
+    if count is not None:
+        available = batch.bounds[-1][1] - batch.bounds[0][0]
+        counts = cluster.exchange("audit: rows", available // len(local))
+        count = min(count, *counts)
+    if count:
+        total = count * len(local)
+        batch = replace(
+            batch,
+            batch=map_rows(lambda x: first_rows(x, total), batch.batch),
+            bounds=[(count * index, count * (index + 1)) for index in local],
+            global_rows=count * replicas,
+            worker_rows=batch.worker_rows and (total,) * cluster.size,
+        )
+    return batch, gather_rows(batch, strategy)
+
+
+def gather_rows(batch: LocalRows, strategy: Any) -> Any:
+    """Return all rows of a global batch, of which each worker has read its own."""
+    first, cluster = batch.bounds[0][0], strategy.extended.cluster
+
+    def gather(x):
+        parts = [x[begin - first : end - first] for begin, end in batch.bounds]
+        if keras.backend.standardize_dtype(x.dtype) != "string":
+            return strategy.gather(PerReplica(parts), axis=0)
+        # Any bytes, which JSON sends as text and collectives not at all.
+        local = [text for part in parts for text in np.ravel(part.numpy())]
+        texts = [text.decode("latin-1") for text in local]
+        gathered = cluster.exchange("rows of text", texts)
+        joined = [text.encode("latin-1") for part in gathered for text in part]
+        return keras.ops.reshape(joined, (-1, *x.shape[1:]))
+
+    return map_rows(gather, batch.batch)
+
+
+def with_all_rows(batch: Any, strategy: Any) -> Any:
+    """Return a batch with the rows of all workers, for a step that runs whole."""
+    if not isinstance(batch, LocalRows):
+        return batch
+    bounds = [(0, batch.global_rows)] * len(batch.bounds)
+    return replace(batch, batch=gather_rows(batch, strategy), bounds=bounds)
+
+
+def own_rows(batch: Any, strategy: Any) -> slice:
+    """Return the rows of a whole prediction that this worker returns."""
+    # All, unless each worker has read its own data.
+    if not isinstance(batch, LocalRows) or not batch.worker_rows:
+        return slice(None)
+    rank = strategy.extended.cluster.rank
+    first = sum(batch.worker_rows[:rank])
+    return slice(first, first + batch.worker_rows[rank])
+
+
+def to_arrays(outputs: Any) -> dict[str, Any]:
+    """Return outputs by name, as NumPy arrays; of distributed values a list of them."""
+    found = {}
+    for path, leaf in tree.flatten_with_path(outputs):
+        name = "/".join(map(str, path)) or "output"
+        if isinstance(leaf, DistributedValues):
+            found[name] = list(map(_to_array, leaf.values))
+        elif leaf is not None:
+            found[name] = _to_array(leaf)
+    return found
+
+
+def _to_array(leaf: Any) -> np.ndarray:
+    array = host_copy(leaf)
+    return np.asarray(leaf) if array is None else array
+
+
+# The attribute of a model with the kinds of its steps that run whole.
+_WHOLE = "_ks_whole"
+
+
+def kinds_that_run_whole(model: Any) -> set[str]:
+    """Return the kinds of a model's steps that run whole, which may be changed."""
+    return vars(model).setdefault(_WHOLE, set())
+
+
+class RowPolicy:
+    """Decides whether a function of `fit` splits the rows of its batches."""
+
+    # Only a step with code of the user's is audited. `scope` returns a context manager
+    # in which workers run collectives.
+
+    def __init__(
+        self,
+        model: Any,
+        kind: str,
+        strategy: Any,
+        scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ):
+        self._model, self._kind, self._strategy = model, kind, strategy
+        self._scope = scope
+        self.runs_whole = kind in kinds_that_run_whole(model)
+        # True if the next step need not ask `is_due`.
+        self.is_done = strategy.num_replicas_in_sync == 1 or self.runs_whole
+        self._is_first = True
+
+    def is_due(self) -> bool:
+        """Return True if the next step is to be audited."""
+        self.is_done = self.is_done or mode == "off"
+        self.is_done = (
+            self.is_done
+            or self._is_too_large()
+            or (find_user_code(find_objects([self._model])) is None)
+        )
+        return not self.is_done
+
+    def _is_too_large(self) -> bool:
+        """Return True for a sharded model that an audit would have to gather."""
+        size = sum(map(byte_count, self._model.trainable_variables))
+        if self._strategy.shard != "parameters" or size <= MAX_SHARDED_BYTES:
+            return False
+        logger.info(
+            "The first step of the model '%s' is not audited, since that needs all of "
+            "its %.0f MB on one device. `ks.verify(model, x, y)` does it.",
+            *(self._model.name, size / 1e6),
+        )
+        return True
+
+    def audit(self, batch: Any) -> None:
+        """Audit the step on a global batch, or a worker's rows of it, and decide."""
+        is_first, self._is_first = self._is_first, False
+        if is_first and not build_for_step(self._model, self._kind, batch):
+            return  # the first step builds layers
+        self.is_done, cluster = True, self._strategy.extended.cluster
+        with self._scope():
+            report = audit_batch(self._model, self._kind, self._strategy, batch)
+        if not report.differs:
+            return
+        text = (
+            f"{report.message} `ks.verify(model, x, y)` shows the comparison, and "
+            '`ks.config.audit("off")` turns it off.'
+        )
+        if mode == "raise":
+            raise RuntimeError(text)
+        if mode == "exact":
+            self.runs_whole = True
+            kinds_that_run_whole(self._model).add(self._kind)
+            text = (
+                f"{text} Until then the step runs whole: all rows of a batch at once, "
+                "as on one device and as fast as one, so the results are exact. See "
+                "'Steps that run whole' in the documentation."
+            )
+        if cluster is None or cluster.is_chief:
+            logger.warning(text)
