@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -83,10 +83,15 @@ class StepAudit:
             steps.insert(1, self.on_own_rows)
         results: list[_Result] = []
         for step in steps:
-            with self._noting_failure(report):
+            try:
                 results.append(self._run(step))
-            if self._agree(bool(report.failure)):
-                report.failure = report.failure or "it fails on another worker"
+                failures = results[-1].recorder.failures
+                report.failure = failures[0] if failures else ""
+            except Exception as error:
+                logger.debug("A step of an audit failed.", exc_info=True)
+                report.failure = f"{type(error).__name__}: {error}"
+            report.failure = self._agree(report.failure)
+            if report.failure:
                 return
         device, replicas = results[0], results[-1]
         report.values += self._compare(replicas, device)
@@ -94,20 +99,16 @@ class StepAudit:
             self._widen_by_rounding(report, device)
         if self._agree(report.differs):
             self._locate(report)
+            message = self._agree(report.message if report.differs else "")
+            if not report.differs:
+                report.failure = message
 
-    @contextlib.contextmanager
-    def _noting_failure(self, report: AuditReport) -> Iterator[None]:
-        """Context manager that keeps an error of the step in the report."""
-        try:
-            yield
-        except Exception as error:
-            logger.debug("A step of an audit failed.", exc_info=True)
-            report.failure = f"{type(error).__name__}: {error}"
-
-    def _agree(self, differs: bool) -> bool:
-        """Return True if a worker has found a difference: all run further steps."""
+    def _agree(self, finding: Any) -> Any:
+        """Return what a worker has found, the same on all: they run the same steps."""
         cluster = self._strategy.extended.cluster
-        return differs if cluster is None else any(cluster.exchange("audit", differs))
+        if cluster is None:
+            return finding
+        return next(filter(None, cluster.exchange("audit", finding)), finding)
 
     def _run(self, step: Step, records_calls: bool = False) -> "_Result":
         recorder, snapshot = CallRecorder(records_calls), self._snapshot

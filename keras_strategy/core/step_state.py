@@ -148,6 +148,7 @@ class StepRecorder:
     """While one is active, optimizers do not apply the gradients that they receive."""
 
     applied: list[AppliedGradients] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # of checks at the step's end
 
     def add(self, optimizer: Any, gradients: list[Any], variables: Any) -> None:
         """Record gradients in place of `optimizer.apply`."""

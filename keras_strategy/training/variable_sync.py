@@ -20,6 +20,7 @@ from keras import ops
 
 from keras_strategy.core import context
 from keras_strategy.core.protocols import Replica
+from keras_strategy.core.step_state import active_recorder
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.options import GLOBAL
 from keras_strategy.training.reduction import cast_for_sum, is_float
@@ -203,15 +204,20 @@ def sync_state(
         parts += [select_first_replica(replica, value) for value in values]
     sums = replica.weighted_sum(parts, None if checked else weight)
     firsts = sums[len(averaged) :]
+    recorder = active_recorder(context.current_scope())
     for variable, value, first in zip(checked, values, firsts, strict=True):
-        require(
-            # A replica without rows computes on placeholder rows.
-            ops.logical_or(_is_equal(value, first), weight == 0),
+        # A replica without rows computes on placeholder rows.
+        is_valid = ops.logical_or(_is_equal(value, first), weight == 0)
+        message = (
             f"The variable '{variable.path}' was assigned in a training step, differs "
             "between the replicas, and has no aggregation to merge its values. Create "
             f"it with one: {AGGREGATION_HELP}. Received a variable with "
-            'aggregation="none".',
+            'aggregation="none".'
         )
+        if recorder is None:
+            require(is_valid, message)
+        elif not is_valid:  # on some workers, so it must not end the step
+            recorder.failures.append(message)
     for variable, value in zip([*averaged, *checked], sums, strict=True):
         replica.write(variable, value)
 
