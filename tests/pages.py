@@ -39,6 +39,7 @@ class Block:
         peer: The package that it is a program of, or None.
         reason: Why it is not run, or None.
         alone: Whether it is a program by itself.
+        is_hidden: Whether it is set-up, which readers do not see.
     """
 
     language: str
@@ -48,6 +49,7 @@ class Block:
     peer: str | None = None
     reason: str | None = None
     alone: bool = False
+    is_hidden: bool = False
 
 
 def blocks_of(text: str) -> list[Block]:
@@ -56,7 +58,7 @@ def blocks_of(text: str) -> list[Block]:
     for part in _PART.finditer(text):
         if part["given"] is not None:
             line = text.count("\n", 0, part.start("given")) + 1
-            blocks.append(Block("python", part["given"], line))
+            blocks.append(Block("python", part["given"], line, is_hidden=True))
             continue
         line = text.count("\n", 0, part.start("code")) + 1
         mark = _MARK.fullmatch(part["mark"] or "")

@@ -43,6 +43,7 @@ def test_check_docstrings_accepts_plain_english():
         "tools/nonsense.py",
         "`make nonsense`",
         "`keras-strategy nonsense --workers 2`",
+        'pip install "keras-strategy[slurm]"',
         "`ks.nonsense`",
         "`ks.config.nonsense(2)`",
     ],

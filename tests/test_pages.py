@@ -1,13 +1,16 @@
 """Every block of code of the documentation runs, or is read by what it is for."""
 
+import ast
 import collections
 import importlib.util
 import json
 import os
 import pathlib
+import re
 import shlex
 import socket
 import subprocess
+import symtable
 import types
 
 import keras
@@ -103,6 +106,55 @@ def test_page_marks_name_known_backends():
     assert backends <= {"jax", "torch", "tensorflow"}
 
 
+def symbols_of(code: str) -> tuple[set[str], set[str]]:
+    """Return the global names that a block binds, and those that it needs."""
+    tables = [symtable.symtable(code, "page", "exec")]
+    bound = {s.get_name() for s in tables[0].get_symbols() if s.is_local()}
+    needed = set()
+    for table in tables:
+        needed |= {s.get_name() for s in table.get_symbols() if s.is_global()}
+        tables += table.get_children()
+    return bound, needed - bound
+
+
+@ON_TORCH
+@pytest.mark.parametrize("name", WITH_PYTHON)
+def test_page_explains_names_of_its_set_up(name):
+    shown, hidden, unexplained = set(), set(), set()
+    for block in BLOCKS[name]:
+        if block.language == "python":
+            bound, needed = symbols_of(block.code)
+            if not block.is_hidden:
+                unexplained |= needed & hidden - shown
+            (hidden if block.is_hidden else shown).update(bound)
+    text = re.sub("<!--.*?-->", "", PAGES[name].read_text(), flags=re.DOTALL)
+    assert {each for each in unexplained if f"`{each}`" not in text} == set()
+
+
+@ON_TORCH
+@pytest.mark.parametrize("name", WITH_PYTHON)
+def test_training_steps_pass_training(name):
+    """Without it, a layer such as Dropout does nothing in a custom loop."""
+    differentiates = re.compile(r"value_and_grad|\bbackward\(|Tape\(")
+    for block in BLOCKS[name]:
+        if block.language == "python" and differentiates.search(block.code):
+            for node in ast.walk(ast.parse(block.code)):
+                match node:
+                    case ast.Call(func=ast.Name(id="model" | "ddp")):
+                        line = block.line + node.lineno - 1
+                        assert "training" in [k.arg for k in node.keywords], line
+
+
+@ON_TORCH
+def test_quoted_speeds_are_measured():
+    measured = PAGES["benchmarks"].read_text().partition("<!-- end of in short -->")[0]
+    for name, path in PAGES.items():
+        text = path.read_text()
+        for quoted in re.findall(r"\[([^]]*)\]\([^)]*benchmarks\.md#in-short", text):
+            for figures in re.findall(r"[\d.]+\s+to\s+[\d.]+", quoted):
+                assert f" {' '.join(figures.split())} " in measured, name
+
+
 @ON_TORCH
 @pytest.mark.parametrize("block", in_language("bash", "shell"))
 def test_shell_block_runs(block, capsys):
@@ -160,6 +212,19 @@ def test_yaml_block_is_valid(block):
     yaml = pytest.importorskip("yaml")
     for document in yaml.safe_load_all(block.code):
         assert {"apiVersion", "kind", "metadata"} <= set(document)
+
+
+@ON_TORCH
+def test_network_policies_select_jobs_pods():
+    yaml = pytest.importorskip("yaml")
+    kinds = collections.defaultdict(list)
+    for parameters in in_language("yaml"):
+        for document in yaml.safe_load_all(parameters.values[0].code):
+            kinds[document["kind"]].append(document.get("spec"))
+    for job in kinds["Job"]:
+        labels = job["template"].get("metadata", {}).get("labels", {}).items()
+        for policy in kinds["NetworkPolicy"]:
+            assert policy["podSelector"]["matchLabels"].items() <= labels
 
 
 @ON_TORCH

@@ -4,7 +4,7 @@
 
 - A docstring starts with a verb or a noun, not with a question word.
 - An `Args:` entry says more than the argument's name.
-- Every module, file, make target, command and public name that a page of the
+- Every module, file, package, make target, command and public name that a page of the
   documentation names exists.
 - A page has at most 2,500 words, and 40 in a sentence. No sentence starts with a
   question word, except questions, titles of pages, and headings like "How it works".
@@ -51,6 +51,7 @@ _PATH = re.compile(
     r"|examples/\w+\.py)"
 )
 _PUBLIC = re.compile(r"(?<![\w.])ks((?:\.\w+)+)")
+_UNPUBLISHED = re.compile(r"keras-strategy\[[\w,]+\]")  # `pip install ".[torch]"`
 _MAKE = re.compile(r"^make ([a-z][a-z-]+)")
 _COMMAND = re.compile(r"(?<![\w./-])keras-strategy ([a-z]+)")
 _PHRASES = re.findall(
@@ -146,6 +147,7 @@ def _blank(match: re.Match[str]) -> str:
 def find_unknown_names(text: str, targets: set[str]) -> set[str]:
     """Return what a page names and the repository does not have."""
     unknown = {name for name in _MODULE.findall(text) if not _is_known_module(name)}
+    unknown |= set(_UNPUBLISHED.findall(text))
     unknown |= {path for path in _PATH.findall(text) if not (ROOT / path).exists()}
     for span in _CODE_SPAN.findall(text):
         unknown |= {f"ks{n}" for n in _PUBLIC.findall(span) if not _is_public(n)}

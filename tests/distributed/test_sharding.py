@@ -25,6 +25,7 @@ def test_two_workers_equal_one_device(shard, starter, tmp_path):
         for a, b in zip(result["fitted"], result["loaded"], strict=True):
             np.testing.assert_array_equal(a, b)
         assert result["apart"] == 0
+        assert all(np.all(each == 1) for each in result["copies"])
         weights = 4 * (72 + 12 + 12 + 1)
         if get_engine().name == "torch":
             # Gradients and new weights in two steps: what two all-reduces send.

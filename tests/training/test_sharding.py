@@ -1,6 +1,7 @@
 """State that the replicas share: `shard="optimizer"` and `shard="parameters"`."""
 
 import contextlib
+import copy
 import logging
 import pickle
 
@@ -482,3 +483,50 @@ def test_sharded_variables_read_and_write_outside_run(shard):
         many.extended.update(variable, lambda c: c.assign_add(c.value))
         np.testing.assert_array_equal(variable.numpy(), 2 * value)
     assert many.memory_report(model) == before
+
+
+@pytest.mark.parametrize("shard", [None, *MODES])
+def test_deep_copies_are_independent(shard):
+    x, y = data()
+    many = strategy(2, shard)
+    with many.scope():
+        model = deep()
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    kernel = model.trainable_variables[0]
+    slot = next(v for v in model.optimizer.variables if v.shape == kernel.shape)
+    values = [v.numpy() for v in (kernel, slot)]
+    copies = [copy.deepcopy(v) for v in (kernel, slot)]
+    with many.scope():
+        sgd = keras.optimizers.SGD(0.25)
+        sgd.build(copies[:1])
+
+    def loss():
+        return keras.ops.sum(copies[0] ** 2)  # each replica adds this gradient
+
+    def step():
+        for each in copies:
+            each.assign_add(keras.ops.ones(each.shape))
+        _, gradients = ks.value_and_grad(loss, copies[:1])()
+        sgd.apply(gradients, copies[:1])
+
+    for each, value in zip(copies, values, strict=True):
+        np.testing.assert_array_equal(each.numpy(), value)
+        each.assign(value + 1)
+    many.run(step)
+    for variable, value in zip((kernel, slot), values, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    keras.utils.clear_session()
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    np.testing.assert_allclose(copies[0].numpy(), 0, atol=1e-6)
+    np.testing.assert_allclose(copies[1].numpy(), values[1] + 2, atol=1e-6)
+
+    values = model.get_weights()
+    with many.scope():
+        twin = copy.deepcopy(model)
+    reports = [many.memory_report(m) for m in (twin, model)]
+    assert len({(r.parameters, r.slots) for r in reports}) == 1
+    for a, b in zip(twin.get_weights(), values, strict=True):
+        np.testing.assert_array_equal(a, b)
+    twin.fit(x, y, batch_size=BATCH, verbose=0)
+    for a, b in zip(model.get_weights(), values, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -11,6 +11,7 @@ memory: its elements read as NaN.
 """
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -88,16 +89,35 @@ class WeightComponents(ShardedComponents):
     def __init__(self, variable: Any, layout: Layout):
         self.layout, self.path = layout, variable.path
         self.on_read, self.is_tracked = False, True
-        self.stored, self.key = stored_value(variable), id(variable)
-        self.variable = weakref.ref(variable)
         self.writes = 0  # how often its value was changed
-        self.shape, self.size = tuple(variable.shape), self.stored.numel()
-        full, requires_grad = self.stored.detach(), self.stored.requires_grad
+        self.shape, self.size = tuple(variable.shape), stored_value(variable).numel()
+        self._set_variable(variable, stored_value(variable))
+
+    def _set_variable(self, variable: Any, stored: torch.Tensor) -> None:
+        self.variable, self.key = weakref.ref(variable), id(variable)
+        self.stored = stored
         # What autograd has on each local replica in place of the weight.
-        self.leaves = [self.stored] + [
-            torch.nn.Parameter(stand_in(full, device), requires_grad)
-            for device in layout.devices[1:]
+        self.leaves = [stored] + [
+            torch.nn.Parameter(stand_in(stored.detach(), device), stored.requires_grad)
+            for device in self.layout.devices[1:]
         ]
+
+    def __deepcopy__(self, memo: dict) -> "WeightComponents":
+        """Return those of the variable's copy, with the same shards in a new unit."""
+        copied = memo[id(self)] = copy.copy(self)
+        variable = memo[id(self.variable())]  # has no attributes yet
+        copied._set_variable(variable, copy.deepcopy(self.stored, memo))
+        WeightUnit(self.unit.units, [copied])._store([self.shards], [self.tensors])
+        copied.track_gradients()
+        return copied
+
+    def track_gradients(self) -> None:
+        """Free the Parameter's memory, and observe the gradients of the leaves."""
+        self.stored.data = stand_in(self.stored)
+        for index, leaf in enumerate(self.leaves):
+            call = functools.partial(_on_gradient, weakref.ref(self), index)
+            leaf.register_hook(functools.partial(call, False))
+            leaf.register_post_accumulate_grad_hook(functools.partial(call, True))
 
     def set_shards(self, shards: FlatShards, tensors: Sequence[torch.Tensor]) -> None:
         self.shards, self.tensors, self.first = shards, list(tensors), tensors[0]
@@ -524,12 +544,8 @@ class WeightUnits:
         unit = WeightUnit(self, weights)
         unit.split_evenly([weight.stored.detach() for weight in weights])
         for variable, weight in zip(variables, weights, strict=True):
-            weight.stored.data = stand_in(weight.stored)
+            weight.track_gradients()
             vars(variable)[COMPONENTS] = weight
-            for index, leaf in enumerate(weight.leaves):
-                call = functools.partial(_on_gradient, weakref.ref(weight), index)
-                leaf.register_hook(functools.partial(call, False))
-                leaf.register_post_accumulate_grad_hook(functools.partial(call, True))
 
     def release_all_but(self, unit: WeightUnit) -> None:
         """Release the unit that is gathered, if it is another one."""

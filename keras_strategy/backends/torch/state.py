@@ -56,6 +56,9 @@ class Layout:
     topology: ReplicaTopology
     home: str | None  # the device that stores all variables, if one does
 
+    def __deepcopy__(self, memo: dict) -> "Layout":
+        return self  # the copy of a variable uses the same workers
+
     @functools.cached_property
     def owners(self) -> tuple[int, ...]:
         """The replica whose tensors each of the local ones uses."""
