@@ -38,7 +38,7 @@ class Call:
     """A finished call of a layer, operation or loss; None stands for non-tensors."""
 
     callee: Any
-    number: int  # how often it was called before in the step
+    number: int  # how often it was called before in the step; negative: `add_loss`
     inputs: list[np.ndarray | None]
     outputs: list[np.ndarray | None]
     caller: Any  # the object whose call made this one, or None
@@ -52,6 +52,7 @@ class Side:
     weight: float = 1.0
     losses: list[np.ndarray] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    added: list[Call] = field(default_factory=list)  # of `add_loss`
     counts: Counter = field(default_factory=Counter)
     callers: list[Any] = field(default_factory=list)
 
@@ -100,6 +101,9 @@ class CallRecorder(StepRecorder):
 
                 stack.callback(setattr, keras.Operation, "__call__", original)
                 keras.Operation.__call__ = call
+                add_loss = keras.Layer.add_loss
+                stack.callback(setattr, keras.Layer, "add_loss", add_loss)
+                keras.Layer.add_loss = self._recorded(add_loss)
                 for loss in objects:
                     if isinstance(loss, keras.losses.Loss):
                         method = type(loss).call
@@ -116,6 +120,17 @@ class CallRecorder(StepRecorder):
             if side is not None and loss is not None:
                 side.losses.append(host_copy(loss))
             return loss
+
+        return recorded
+
+    def _recorded(self, add_loss: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(add_loss)
+        def recorded(layer, loss):
+            side = self._side()
+            if side is not None:
+                number = -1 - sum(call.callee is layer for call in side.added)
+                side.added.append(Call(layer, number, [], _host_copies(loss), None))
+            return add_loss(layer, loss)
 
         return recorded
 
@@ -280,9 +295,13 @@ def find_first_difference(
     """Return the first call whose result differs, and in whose code its input did."""
     # Calls are in the order in which they end, so inner ones come first. If the inputs
     # of a call differ already, it was in the code of an outer object, which called it.
-    calls = device.sides.get(-1, Side()).calls
+    whole_side = device.sides.get(-1, Side())
+    calls = whole_side.calls
     sides = [side for index, side in replicas.sides.items() if index >= 0]
-    theirs = [{(id(c.callee), c.number): c for c in side.calls} for side in sides]
+    theirs = [
+        {(id(c.callee), c.number): c for c in [*side.calls, *side.added]}
+        for side in sides
+    ]
 
     def differs(call: Call, part: str) -> bool:
         for number, whole in enumerate(getattr(call, part)):
@@ -296,7 +315,8 @@ def find_first_difference(
                 return True
         return False
 
-    for call in calls:
+    # A layer that adds another loss is the cause only if no result differs.
+    for call in [*calls, *whole_side.added]:
         if not differs(call, "outputs"):
             continue
         origin, outer = None, call

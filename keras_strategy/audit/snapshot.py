@@ -33,8 +33,8 @@ _KERAS_PARTS = (
     keras.random.SeedGenerator,
 )
 # Objects of these packages and kinds are not walked into: others share them.
-_LIBRARIES = {"keras", "keras_strategy", "torch", "tensorflow", "jax", "numpy"}
-_LIBRARIES |= sys.stdlib_module_names - {"argparse", "types"}
+_LIBRARIES = {"keras", "keras_strategy", "torch", "tensorflow", "jax", "jaxlib"}
+_LIBRARIES |= {"numpy", *sys.stdlib_module_names} - {"argparse", "types"}
 _NO_STATE = (
     *(str, bytes, int, float, complex, bool, type(None), type, range),
     *(types.ModuleType, DistributedValues),
@@ -277,9 +277,7 @@ def _is_known(x: Any) -> bool:
         # Torch's containers of parameters can be called, too.
         if not _has_state(x) and (not callable(x) or hasattr(x, "keys")):
             return True
-        code = x
-        if not hasattr(x, "__globals__"):  # an object, or what a backend compiles
-            code = getattr(x, "python_function", getattr(x, "__wrapped__", type(x)))
+        code = _code_of(x)
         return is_keras(code) and not _module_of(code).startswith("keras.src.ops.")
     if not is_keras(type(x)) or type(x).__name__ in _WRAPPERS:
         return False
@@ -299,6 +297,15 @@ def _mixes_rows(operation: Any) -> bool:
 def is_keras(part: Any) -> bool:
     """Return True for a class or function of Keras or of this library."""
     return _module_of(part).startswith(("keras.", "keras_strat"))
+
+
+def _code_of(x: Any) -> Any:
+    """Return the function or class whose code a call runs."""
+    code = x if hasattr(x, "__globals__") else type(x)
+    # What a library wraps or compiles.
+    inner = getattr(x, "python_function", getattr(x, "__wrapped__", None))
+    is_library = _module_of(code).partition(".")[0] in _LIBRARIES
+    return _code_of(inner) if is_library and inner is not None else code
 
 
 def _module_of(part: Any) -> str:

@@ -196,6 +196,10 @@ class StepAudit:
         call, origin = comparison.find_first_difference(
             replicas.recorder, device.recorder
         )
+        if call is not None and call.number < 0:
+            callee = _describe(call.callee)
+            report.place, report.cause = f"`add_loss` of {callee}", "loss"
+            return
         if call is not None:
             callee = _describe(call.callee)
             step = self._users_method() if origin is comparison.STEP else ""
