@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops, tree
 
 from keras_strategy.audit.report import ComparedValue
-from keras_strategy.audit.snapshot import find_user_code
+from keras_strategy.audit.snapshot import find_objects
 from keras_strategy.core.context import (
     current_replica,
     distributed_replica,
@@ -52,7 +52,6 @@ class Side:
     weight: float = 1.0
     losses: list[np.ndarray] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    added: list[Call] = field(default_factory=list)  # of `add_loss`
     counts: Counter = field(default_factory=Counter)
     callers: list[Any] = field(default_factory=list)
 
@@ -102,8 +101,15 @@ class CallRecorder(StepRecorder):
                 stack.callback(setattr, keras.Operation, "__call__", original)
                 keras.Operation.__call__ = call
                 add_loss = keras.Layer.add_loss
+
+                def add(layer, loss):
+                    if (side := self._side()) is not None:
+                        parts = -1 - len(side.calls), [], _host_copies(loss), None
+                        side.calls.append(Call(layer, *parts))
+                    add_loss(layer, loss)
+
                 stack.callback(setattr, keras.Layer, "add_loss", add_loss)
-                keras.Layer.add_loss = self._recorded(add_loss)
+                keras.Layer.add_loss = add
                 for loss in objects:
                     if isinstance(loss, keras.losses.Loss):
                         method = type(loss).call
@@ -120,17 +126,6 @@ class CallRecorder(StepRecorder):
             if side is not None and loss is not None:
                 side.losses.append(host_copy(loss))
             return loss
-
-        return recorded
-
-    def _recorded(self, add_loss: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(add_loss)
-        def recorded(layer, loss):
-            side = self._side()
-            if side is not None:
-                number = -1 - sum(call.callee is layer for call in side.added)
-                side.added.append(Call(layer, number, [], _host_copies(loss), None))
-            return add_loss(layer, loss)
 
         return recorded
 
@@ -295,13 +290,11 @@ def find_first_difference(
     """Return the first call whose result differs, and in whose code its input did."""
     # Calls are in the order in which they end, so inner ones come first. If the inputs
     # of a call differ already, it was in the code of an outer object, which called it.
-    whole_side = device.sides.get(-1, Side())
-    calls = whole_side.calls
+    calls = device.sides.get(-1, Side()).calls
+    # A layer that adds another loss is the cause only if no result differs.
+    calls = sorted(calls, key=lambda call: call.number < 0)
     sides = [side for index, side in replicas.sides.items() if index >= 0]
-    theirs = [
-        {(id(c.callee), c.number): c for c in [*side.calls, *side.added]}
-        for side in sides
-    ]
+    theirs = [{(id(c.callee), c.number): c for c in side.calls} for side in sides]
 
     def differs(call: Call, part: str) -> bool:
         for number, whole in enumerate(getattr(call, part)):
@@ -315,8 +308,7 @@ def find_first_difference(
                 return True
         return False
 
-    # A layer that adds another loss is the cause only if no result differs.
-    for call in [*calls, *whole_side.added]:
+    for call in calls:
         if not differs(call, "outputs"):
             continue
         origin, outer = None, call
@@ -372,8 +364,8 @@ def find_metric(objects: Sequence[Any], name: str) -> Any:
 
     def rank(metric: Any) -> tuple:
         # Keras's containers of metrics have these variables, too.
-        is_of_keras = find_user_code([metric]) is None
-        return -len(metric.name) * is_log(metric), is_of_keras, len(metric.variables)
+        parts = len(metric.variables), len(find_objects([metric]))
+        return -len(metric.name) * is_log(metric), *parts
 
     metrics = [
         part

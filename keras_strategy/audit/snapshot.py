@@ -5,6 +5,7 @@ arrays, random generators, and the attributes and containers of layers, models a
 users' objects. The same walk finds code that is not known to keep rows apart.
 """
 
+import contextlib
 import re
 import sys
 import types
@@ -18,7 +19,6 @@ from keras import ops, tree
 
 from keras_strategy.core.per_replica_attributes import ContainerContents
 from keras_strategy.core.registry import get_engine
-from keras_strategy.errors import logger
 from keras_strategy.keras_patches.random import call_state_restorer
 from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training.sharding import is_sharded
@@ -35,16 +35,10 @@ _KERAS_PARTS = (
 # Objects of these packages and kinds are not walked into: others share them.
 _LIBRARIES = {"keras", "keras_strategy", "torch", "tensorflow", "jax", "jaxlib"}
 _LIBRARIES |= {"numpy", *sys.stdlib_module_names} - {"argparse", "types"}
-_NO_STATE = (
-    *(str, bytes, int, float, complex, bool, type(None), type, range),
-    *(types.ModuleType, DistributedValues),
-)
-# Classes whose objects are copied and restored as by `pickle`.
-_PICKLED = re.compile(
-    r"_io\.(String|Bytes)IO|functools\.partial|random\.\w+|numpy\.random\..+"
-    r"|torch\._C\.Generator"
-)
-_ABSENT = object()
+_NO_STATE = (str, bytes, int, float, complex, type(None), type, range)
+_NO_STATE += (types.ModuleType, DistributedValues)
+# Objects of these modules are copied and restored as by `pickle`.
+_PICKLED = re.compile(r"_io|functools|random|numpy\.random\..+|torch\._C")
 
 # Operations that compute each element of the result from the elements of the inputs at
 # the same place, if these have one shape or broadcast to it.
@@ -154,14 +148,12 @@ def _walk(roots: list[Any]) -> Iterator[Any]:
     stack = list(reversed(roots))
     while stack:
         x = stack.pop()
-        try:  # Any attribute may raise, as a weak reference's do.
-            if isinstance(x, _NO_STATE) or id(x) in seen:
-                continue
-            seen[id(x)] = x
-            parts = _parts(x)
-        except Exception:
+        try:
+            parts = None if id(x) in seen or isinstance(x, _NO_STATE) else _parts(x)
+        except Exception:  # Any attribute may raise, as those of a weak reference do.
             continue
         if parts is not None:
+            seen[id(x)] = x
             stack += parts
             yield x
 
@@ -170,10 +162,9 @@ def _parts(x: Any) -> Iterable[Any] | None:
     """Return what an object holds; None if it is neither state nor code."""
     is_container = isinstance(x, tuple | frozenset | list | set | deque | dict)
     parts = list(x.values() if isinstance(x, dict) else x) if is_container else []
-    is_of_keras = type(x).__module__.startswith("keras.")
-    if _has_state(x) or (is_of_keras and callable(x)):
+    if _has_state(x) or (callable(x) and type(x).__module__.startswith("keras.")):
         parts += vars(x).values()
-    elif _is_pickled(x):
+    elif _PICKLED.fullmatch(type(x).__module__):
         parts += x.__reduce_ex__(2)[1:3]
     elif tensors := get_engine().audit.module_tensors(x):
         parts += tensors
@@ -190,11 +181,6 @@ def _has_state(x: Any) -> bool:
     return isinstance(x, _KERAS_PARTS) or (hasattr(x, "__dict__") and not is_library)
 
 
-def _is_pickled(x: Any) -> bool:
-    name = f"{type(x).__module__}.{type(x).__qualname__}"
-    return _PICKLED.fullmatch(name) is not None
-
-
 def _restorers(x: Any) -> Iterator[Callable[[], None]]:
     """Yield functions that restore an array, a container or an object."""
     if isinstance(x, np.ndarray):
@@ -203,26 +189,18 @@ def _restorers(x: Any) -> Iterator[Callable[[], None]]:
     if isinstance(x, list | dict | set | deque):
         yield _container_restorer(x)
     if _has_state(x):
-        yield _attribute_restorer(x)
-    elif _is_pickled(x):
-        state = (*x.__reduce_ex__(2), None)[2]
-        if state is not None:
-            yield lambda: x.__setstate__(state)
+        attributes = dict(vars(x))
 
-
-def _attribute_restorer(x: Any) -> Callable[[], None]:
-    attributes = dict(vars(x))
-
-    def restore():
-        current = vars(x)
-        for name in current.keys() - attributes.keys():
-            del current[name]
-        for name, value in attributes.items():
+        def restore():
             # Not `setattr`, which may have effects elsewhere.
-            if current.get(name, _ABSENT) is not value:
-                current[name] = value
+            for name in vars(x).keys() - attributes.keys():
+                del vars(x)[name]
+            vars(x).update(attributes)
 
-    return restore
+        yield restore
+    elif _PICKLED.fullmatch(type(x).__module__) and hasattr(x, "__setstate__"):
+        state = x.__reduce_ex__(2)[2]
+        yield lambda: x.__setstate__(state)
 
 
 def _container_restorer(x: Any) -> Callable[[], None]:
@@ -260,11 +238,9 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 def find_user_code(objects: list[Any]) -> Any:
     """Return the first object that is not known to keep rows apart, or None."""
     for x in _walk(objects):
-        try:
+        with contextlib.suppress(Exception):  # What cannot be inspected is not known.
             if _is_known(x):
                 continue
-        except Exception:
-            logger.debug("An object cannot be inspected.", exc_info=True)
         return x
     return None
 
@@ -319,9 +295,6 @@ def _works_along_rows(part: Any) -> bool:
     options = {**vars(part), **vars(part).get("_fn_kwargs", {})}
     if options.get("reduction", "") in (None, "none"):
         return True  # TensorFlow adds up the gradients of rows
-    equation = options.get("equation", "")  # of `EinsumDense`
-    if equation[:1] != equation.partition("->")[2][:1]:
-        return True
     axes = tree.flatten([options.get("axis"), options.get("axes")])
     try:
         rank = min(len(x.shape) for x in tree.flatten(part.input))
