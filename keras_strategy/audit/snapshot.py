@@ -199,8 +199,9 @@ def _restorers(x: Any) -> Iterator[Callable[[], None]]:
 
         yield restore
     elif _PICKLED.fullmatch(type(x).__module__) and hasattr(x, "__setstate__"):
-        state = x.__reduce_ex__(2)[2]
-        yield lambda: x.__setstate__(state)
+        pickled: Any = x
+        state = pickled.__reduce_ex__(2)[2]
+        yield lambda: pickled.__setstate__(state)
 
 
 def _container_restorer(x: Any) -> Callable[[], None]:
