@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops, tree
 
 from keras_strategy.audit.report import ComparedValue
-from keras_strategy.audit.snapshot import find_user_code
+from keras_strategy.audit.snapshot import find_objects
 from keras_strategy.core.context import (
     current_replica,
     distributed_replica,
@@ -38,7 +38,7 @@ class Call:
     """A finished call of a layer, operation or loss; None stands for non-tensors."""
 
     callee: Any
-    number: int  # how often it was called before in the step
+    number: int  # how often it was called before in the step; negative: `add_loss`
     inputs: list[np.ndarray | None]
     outputs: list[np.ndarray | None]
     caller: Any  # the object whose call made this one, or None
@@ -100,6 +100,16 @@ class CallRecorder(StepRecorder):
 
                 stack.callback(setattr, keras.Operation, "__call__", original)
                 keras.Operation.__call__ = call
+                add_loss = keras.Layer.add_loss
+
+                def add(layer, loss):
+                    if (side := self._side()) is not None:
+                        parts = -1 - len(side.calls), [], _host_copies(loss), None
+                        side.calls.append(Call(layer, *parts))
+                    add_loss(layer, loss)
+
+                stack.callback(setattr, keras.Layer, "add_loss", add_loss)
+                keras.Layer.add_loss = add
                 for loss in objects:
                     if isinstance(loss, keras.losses.Loss):
                         method = type(loss).call
@@ -281,6 +291,8 @@ def find_first_difference(
     # Calls are in the order in which they end, so inner ones come first. If the inputs
     # of a call differ already, it was in the code of an outer object, which called it.
     calls = device.sides.get(-1, Side()).calls
+    # A layer that adds another loss is the cause only if no result differs.
+    calls = sorted(calls, key=lambda call: call.number < 0)
     sides = [side for index, side in replicas.sides.items() if index >= 0]
     theirs = [{(id(c.callee), c.number): c for c in side.calls} for side in sides]
 
@@ -352,8 +364,8 @@ def find_metric(objects: Sequence[Any], name: str) -> Any:
 
     def rank(metric: Any) -> tuple:
         # Keras's containers of metrics have these variables, too.
-        is_of_keras = find_user_code([metric]) is None
-        return -len(metric.name) * is_log(metric), is_of_keras, len(metric.variables)
+        parts = len(metric.variables), len(find_objects([metric]))
+        return -len(metric.name) * is_log(metric), *parts
 
     metrics = [
         part

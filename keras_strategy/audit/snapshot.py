@@ -1,12 +1,15 @@
 """Snapshot of all state that a step can change, to restore it after an audit.
 
 State is found by walking from the model: variables, tensors of the backend, NumPy
-arrays, and the attributes and containers of layers, models and users' objects.
+arrays, random generators, and the attributes and containers of layers, models and
+users' objects. The same walk finds code that is not known to keep rows apart.
 """
 
+import contextlib
 import re
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,20 +26,19 @@ from keras_strategy.training.variable_sync import is_sync_on_read
 from keras_strategy.values import DistributedValues
 
 _KERAS_PARTS = (
-    keras.Layer,
+    keras.Operation,
     keras.metrics.Metric,
     keras.losses.Loss,
     keras.optimizers.Optimizer,
     keras.random.SeedGenerator,
 )
-# Objects of these packages and kinds are not walked into.
-_LIBRARIES = {"keras", "keras_strategy", "torch", "tensorflow", "jax", "numpy"}
-_NO_STATE = (
-    *(str, bytes, int, float, complex, bool, type(None), type, range),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
-    *(types.ModuleType, DistributedValues),
-)
-_ABSENT = object()
+# Objects of these packages and kinds are not walked into: others share them.
+_LIBRARIES = {"keras", "keras_strategy", "torch", "tensorflow", "jax", "jaxlib"}
+_LIBRARIES |= {"numpy", *sys.stdlib_module_names} - {"argparse", "types"}
+_NO_STATE = (str, bytes, int, float, complex, type(None), type, range)
+_NO_STATE += (types.ModuleType, DistributedValues)
+# Objects of these modules are copied and restored as by `pickle`.
+_PICKLED = re.compile(r"_io|functools|random|numpy\.random\..+|torch\._C")
 
 # Operations that compute each element of the result from the elements of the inputs at
 # the same place, if these have one shape or broadcast to it.
@@ -81,11 +83,10 @@ class Snapshot:
             self._restorers += self._variable_restorers(variable)
         owned = {id(x) for v in self.variables for x in adapter.stored_tensors(v)}
         for other in others:
-            restorer = _restorer(other)
-            if restorer is None and id(other) not in owned:
-                restorer = adapter.tensor_restorer(other)
-            if restorer is not None:
-                self._restorers.append(restorer)
+            restorers = list(_restorers(other))
+            if not restorers and id(other) not in owned:
+                restorers = filter(None, [adapter.tensor_restorer(other)])
+            self._restorers += restorers
         self._restorers.append(call_state_restorer())
 
     def _variable_restorers(self, variable: Any) -> list[Callable[[], None]]:
@@ -142,59 +143,65 @@ def find_objects(roots: list[Any]) -> list[Any]:
 
 
 def _walk(roots: list[Any]) -> Iterator[Any]:
-    """Yield all objects with state that can be reached, each once."""
-    seen: set[int] = set()
+    """Yield all objects with state or code that can be reached, each once."""
+    seen: dict[int, Any] = {}  # keeps them, so that no other gets the same id
     stack = list(reversed(roots))
     while stack:
         x = stack.pop()
-        if isinstance(x, _NO_STATE) or id(x) in seen:
+        try:
+            parts = None if id(x) in seen or isinstance(x, _NO_STATE) else _parts(x)
+        except Exception:  # Any attribute may raise, as those of a weak reference do.
             continue
-        seen.add(id(x))
-        if isinstance(x, tuple | frozenset):
-            stack += x
-            continue
-        if isinstance(x, list | set):
-            stack += x
-        elif isinstance(x, dict):
-            stack += x.values()
-        elif _has_state(x):
-            stack += vars(x).values()
-        elif tensors := get_engine().audit.module_tensors(x):
-            stack += tensors
-            continue
-        elif not hasattr(x, "shape"):
-            continue
-        yield x
+        if parts is not None:
+            seen[id(x)] = x
+            stack += parts
+            yield x
+
+
+def _parts(x: Any) -> Iterable[Any] | None:
+    """Return what an object holds; None if it is neither state nor code."""
+    is_container = isinstance(x, tuple | frozenset | list | set | deque | dict)
+    parts = list(x.values() if isinstance(x, dict) else x) if is_container else []
+    if _has_state(x) or (callable(x) and type(x).__module__.startswith("keras.")):
+        parts += vars(x).values()
+    elif _PICKLED.fullmatch(type(x).__module__):
+        parts += x.__reduce_ex__(2)[1:3]
+    elif tensors := get_engine().audit.module_tensors(x):
+        parts += tensors
+    elif callable(x):
+        parts.append(getattr(x, "__self__", None))
+    elif not is_container and not hasattr(x, "shape"):
+        return None
+    return parts
 
 
 def _has_state(x: Any) -> bool:
     """Return True for a part of Keras and an object whose class the user wrote."""
-    package = type(x).__module__.partition(".")[0]
-    is_library = package in _LIBRARIES or package in sys.stdlib_module_names
+    is_library = type(x).__module__.partition(".")[0] in _LIBRARIES
     return isinstance(x, _KERAS_PARTS) or (hasattr(x, "__dict__") and not is_library)
 
 
-def _restorer(x: Any) -> Callable[[], None] | None:
-    """Return a function that restores an array, a container or an object."""
+def _restorers(x: Any) -> Iterator[Callable[[], None]]:
+    """Yield functions that restore an array, a container or an object."""
     if isinstance(x, np.ndarray):
         copy = x.copy()
-        return lambda: None if _equal(x, copy) else np.copyto(x, copy)
-    if isinstance(x, list | dict | set):
-        return _container_restorer(x)
-    if not _has_state(x):
-        return None
-    attributes = dict(vars(x))
+        yield lambda: None if _equal(x, copy) else np.copyto(x, copy)
+    if isinstance(x, list | dict | set | deque):
+        yield _container_restorer(x)
+    if _has_state(x):
+        attributes = dict(vars(x))
 
-    def restore():
-        current = vars(x)
-        for name in current.keys() - attributes.keys():
-            del current[name]
-        for name, value in attributes.items():
+        def restore():
             # Not `setattr`, which may have effects elsewhere.
-            if current.get(name, _ABSENT) is not value:
-                current[name] = value
+            for name in vars(x).keys() - attributes.keys():
+                del vars(x)[name]
+            vars(x).update(attributes)
 
-    return restore
+        yield restore
+    elif _PICKLED.fullmatch(type(x).__module__) and hasattr(x, "__setstate__"):
+        pickled: Any = x
+        state = pickled.__reduce_ex__(2)[2]
+        yield lambda: pickled.__setstate__(state)
 
 
 def _container_restorer(x: Any) -> Callable[[], None]:
@@ -213,7 +220,7 @@ def _identities(contents: Any) -> Any:
     """Return what changes if an element of a container is replaced."""
     if isinstance(contents, dict):
         return [(key, id(value)) for key, value in contents.items()]
-    if isinstance(contents, list | set):
+    if isinstance(contents, list | set | deque):
         return list(map(id, contents))
     return id(contents)  # it differs between the replicas
 
@@ -231,20 +238,29 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 def find_user_code(objects: list[Any]) -> Any:
     """Return the first object that is not known to keep rows apart, or None."""
-    for part in objects:
-        if not is_keras(type(part)) or type(part).__name__ in _WRAPPERS:
-            return part
-        is_operation = isinstance(part, keras.Operation)
-        if is_operation and not isinstance(part, keras.Layer) and _mixes_rows(part):
-            return part
-        for name, value in vars(part).items():
-            if _works_along_rows(name, value) or _is_users_function(value):
-                return part
-        if isinstance(part, keras.Model):
-            for operation in getattr(part, "operations", ()):
-                if not isinstance(operation, keras.Layer) and _mixes_rows(operation):
-                    return operation
+    for x in _walk(objects):
+        with contextlib.suppress(Exception):  # What cannot be inspected is not known.
+            if _is_known(x):
+                continue
+        return x
     return None
+
+
+def _is_known(x: Any) -> bool:
+    """Return True for data, and for code that keeps rows apart."""
+    if isinstance(x, keras.Variable):
+        return not getattr(x, "overwrite_with_gradient", False)
+    if not isinstance(x, _KERAS_PARTS):
+        # Torch's containers of parameters can be called, too.
+        if not _has_state(x) and (not callable(x) or hasattr(x, "keys")):
+            return True
+        code = _code_of(x)
+        return is_keras(code) and not _module_of(code).startswith("keras.src.ops.")
+    if not is_keras(type(x)) or type(x).__name__ in _WRAPPERS:
+        return False
+    if isinstance(x, keras.Operation) and not isinstance(x, keras.Layer):
+        return not _mixes_rows(x)
+    return not _works_along_rows(x)
 
 
 def _mixes_rows(operation: Any) -> bool:
@@ -257,22 +273,32 @@ def _mixes_rows(operation: Any) -> bool:
 
 def is_keras(part: Any) -> bool:
     """Return True for a class or function of Keras or of this library."""
-    return (getattr(part, "__module__", None) or "").startswith(
-        ("keras.", "keras_strat")
-    )
+    return _module_of(part).startswith(("keras.", "keras_strat"))
 
 
-def _is_users_function(value: Any) -> bool:
-    """Return True for a function, but not for a method or an object with state."""
-    is_function = callable(value) and hasattr(value, "__code__")
-    return is_function and not hasattr(value, "__self__") and not is_keras(value)
+def _code_of(x: Any) -> Any:
+    """Return the function or class whose code a call runs."""
+    code = x if hasattr(x, "__globals__") else type(x)
+    # What a library wraps or compiles.
+    inner = getattr(x, "python_function", getattr(x, "__wrapped__", None))
+    is_library = _module_of(code).partition(".")[0] in _LIBRARIES
+    return _code_of(inner) if is_library and inner is not None else code
 
 
-def _works_along_rows(name: str, value: Any) -> bool:
+def _module_of(part: Any) -> str:
+    # `functools.wraps` changes `__module__` of a function.
+    names = getattr(part, "__globals__", {})
+    return names.get("__name__") or getattr(part, "__module__", None) or ""
+
+
+def _works_along_rows(part: Any) -> bool:
     """Return True for the batch dimension as an axis, or a loss for each row."""
-    if name == "reduction":
-        return value in (None, "none")  # TensorFlow adds up the gradients of rows
-    if name not in ("axis", "axes"):
-        return False
-    axes = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(axis, int) and axis == 0 for axis in axes)
+    options = {**vars(part), **vars(part).get("_fn_kwargs", {})}
+    if options.get("reduction", "") in (None, "none"):
+        return True  # TensorFlow adds up the gradients of rows
+    axes = tree.flatten([options.get("axis"), options.get("axes")])
+    try:
+        rank = min(len(x.shape) for x in tree.flatten(part.input))
+    except Exception:  # a loss, or a layer outside of a functional model
+        rank = 2
+    return any(isinstance(x, int) and (x == 0 or x <= -rank) for x in axes)

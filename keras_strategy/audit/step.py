@@ -221,7 +221,9 @@ class StepAudit:
         if call is not None:
             callee = _describe(call.callee)
             step = self._users_method() if origin is comparison.STEP else ""
-            if step:
+            if call.number < 0:
+                report.place, report.cause = f"`add_loss` of {callee}", "loss"
+            elif step:
                 report.place, report.cause = f"the code of {step}", "call"
             elif origin not in (None, comparison.STEP):
                 report.place, report.cause = f"the code of {_describe(origin)}", "call"

@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -159,7 +159,7 @@ class ContainerContents:
 
     def __init__(self, owner: Any):
         self.owner = owner
-        kinds = (list, set, OrderedDict, dict)
+        kinds = (list, deque, set, OrderedDict, dict)
         self._kind: Any = next(kind for kind in kinds if isinstance(owner, kind))
 
     def read(self) -> Any:
@@ -174,8 +174,8 @@ class ContainerContents:
         if isinstance(value, DifferingAttribute):  # stands for all contents
             value = {"replicas": value} if issubclass(kind, dict) else kind([value])
         kind.clear(self.owner)
-        if kind is list:
-            list.extend(self.owner, value)
+        if kind in (list, deque):
+            kind.extend(self.owner, value)
         elif kind is set:
             set.update(self.owner, value)
         else:

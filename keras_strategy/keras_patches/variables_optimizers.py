@@ -86,9 +86,10 @@ def variables_of(model: keras.Model, metrics: bool = True) -> dict[str, Any]:
     """Return a model's, its optimizers' and metrics' variables, by portable names."""
     groups: dict[str, Any] = {"model": model.variables}
     for name, value in vars(model).items():
-        is_list = isinstance(value, list | tuple)
+        # Not `isinstance`, which raises for a dead weak reference.
+        is_list = issubclass(type(value), list | tuple)
         for number, leaf in enumerate(value if is_list else [value]):
-            if isinstance(leaf, keras.optimizers.Optimizer):
+            if issubclass(type(leaf), keras.optimizers.Optimizer):
                 groups[f"{name}/{number}"] = leaf.variables
     if metrics:
         groups["metrics"] = model.metrics_variables
@@ -280,9 +281,11 @@ def adopt_variables(strategy: Any, model: keras.Model) -> None:
     with creating_slots():
         # Including the user's own attributes.
         for value in vars(model).values():
-            values = value.values() if isinstance(value, dict) else value
-            for leaf in values if isinstance(value, dict | list | tuple) else (value,):
-                if isinstance(leaf, keras.optimizers.Optimizer):
+            # Not `isinstance`, which raises for a dead weak reference.
+            kind = type(value)
+            values = value.values() if issubclass(kind, dict) else value
+            for leaf in values if issubclass(kind, dict | list | tuple) else (value,):
+                if issubclass(type(leaf), keras.optimizers.Optimizer):
                     adopt(strategy, leaf.variables)
 
 

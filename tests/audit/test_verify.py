@@ -130,6 +130,32 @@ def test_place_of_difference(replicas):
     assert ks.verify(activated, X[:replicas], Y[:replicas]).differs
 
 
+class Balancing(keras.layers.Layer):
+    """A layer whose added loss compares rows, as a router's of experts does."""
+
+    def call(self, x):
+        self.add_loss(ops.sum(ops.square(ops.mean(ops.tanh(x), axis=0))))
+        return x
+
+
+class Adding(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.mean(ops.square(x)))
+        return x
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="fit has all rows")
+def test_layer_that_adds_a_loss_is_named(two):
+    with two.scope():
+        dense = keras.layers.Dense(3, activity_regularizer="l2")
+        fine = compiled(dense, Adding())
+        model = compiled(dense, Adding(), Balancing(name="balancing"), Adding())
+    assert not ks.verify(fine, X, Y).differs
+    report = ks.verify(model, X, Y)
+    assert report.place == "`add_loss` of the layer 'balancing' (Balancing)"
+    assert "is not a mean" in report.advice
+
+
 def test_state_is_restored(two):
     with two.scope():
         layer = Counting()

@@ -356,7 +356,7 @@ def _make_function(original, self, force=False):
     if strategy is None:
         return
     for name, value in vars(self).items():
-        if isinstance(value, DistributedDataParallel):
+        if issubclass(type(value), DistributedDataParallel):
             raise keras_changed_error(
                 "Model.make_train_function",
                 f"wraps a model in DistributedDataParallel (Model.{name}), although "
