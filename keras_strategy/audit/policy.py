@@ -31,6 +31,8 @@ from keras_strategy.keras_patches.trainer import build_for_step
 from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.values import DistributedValues, PerReplica
 
+# Some differences need more rows than the first ones, such as a maximum over rows.
+MORE_ROWS_PER_REPLICA = 16
 # Most bytes of sharded weights that the first step's audit brings together.
 MAX_SHARDED_BYTES = 256 << 20
 
@@ -42,21 +44,27 @@ STEPS = {"train": "training", "test": "evaluation", "predict": "prediction"}
 
 
 def audit_batch(model: Any, kind: str, strategy: Any, batch: Any) -> AuditReport:
-    """Audit a step on a few rows of a batch, or on all of them if it needs more."""
-    report = AuditReport(f"The {STEPS[kind]} step of the model '{model.name}'")
-    for count in (ROWS_PER_REPLICA, None):
-        report.failure = ""
-        local, all_rows = take_rows(batch, strategy, count)
-        audit_step(model, kind, strategy, local, all_rows, report)
-        if not report.failure:
-            break
-    return report
+    """Audit a step on a few uneven rows of a batch, then on more, or on all."""
+    what = f"The {STEPS[kind]} step of the model '{model.name}'"
+    few = audit_step(model, kind, strategy, batch, ROWS_PER_REPLICA, AuditReport(what))
+    if few.differs and not few.failure:
+        return few
+    # What fails on a few rows may need a whole batch.
+    count = None if few.failure else MORE_ROWS_PER_REPLICA
+    report = audit_step(model, kind, strategy, batch, count, AuditReport(what))
+    return report if report.differs or few.failure else few
 
 
 def audit_step(
-    model: Any, kind: str, strategy: Any, local: Any, all_rows: Any, report: AuditReport
-) -> None:
-    """Audit a step on rows as replicas and as one device get them; fill a report."""
+    model: Any,
+    kind: str,
+    strategy: Any,
+    batch: Any,
+    count: int | None,
+    report: AuditReport,
+) -> AuditReport:
+    """Audit a step on `count` rows of a batch for each replica, or on all."""
+    local, all_rows = take_rows(batch, strategy, count)
     on_replicas, on_device = get_engine().audit.step_functions(model, kind, strategy)
     audit = StepAudit(
         strategy,
@@ -70,6 +78,7 @@ def audit_step(
         # An error in it leaves no other worker waiting.
         audit.on_own_rows = lambda: to_arrays(on_device(local.batch))
     audit.run(report)
+    return report
 
 
 def take_rows(batch: Any, strategy: Any, count: int | None) -> tuple[Any, Any]:

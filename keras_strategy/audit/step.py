@@ -175,7 +175,7 @@ class StepAudit:
         largest: dict[tuple[str, str], float] = {}
         try:
             again = self._compare(self._run(lambda: self._on_device()), device)
-            if any(value.differs for value in again):
+            if self._agree(any(value.differs for value in again)):
                 return  # it does not repeat, so noise says nothing
             for _ in range(_NUDGES):
                 for value in self._compare(self._run(nudge), device):
@@ -235,7 +235,9 @@ class StepAudit:
                 report.place, report.cause = f"the weights of {callee}", "state"
             else:
                 report.place, report.cause = callee, "call"
-            if self._draws_by_itself(call, device):
+        reseeded = self._run_reseeded() if self._agree(call is not None) else None
+        if call is not None:
+            if reseeded and _draws_by_itself(call, device, reseeded):
                 report.cause = "random"
             return
         kinds = {value.kind for value in report.values if value.differs}
@@ -270,8 +272,8 @@ class StepAudit:
         found = [x for x in names if not is_keras(getattr(type(self._model), x))]
         return self._method(found[0]) if found else ""
 
-    def _draws_by_itself(self, call: Any, device: "_Result") -> bool:
-        """Return True if a call's result changes with the process's generators."""
+    def _run_reseeded(self) -> "_Result | None":
+        """Run one device's step with other seeds of the process's generators."""
 
         def reseeded():
             random.seed(12345)
@@ -280,20 +282,9 @@ class StepAudit:
             return self._on_device()
 
         try:
-            other = self._run(reseeded, records_calls=True)
+            return self._run(reseeded, records_calls=True)
         except Exception:
-            return False
-        results = [
-            [c.outputs for c in x.recorder.sides[-1].calls if c.callee is call.callee]
-            for x in (device, other)
-        ]
-        return any(
-            a is not None
-            and b is not None
-            and comparison.difference(a, b) > comparison.TOLERANCES["output"]
-            for outputs in zip(*results, strict=False)
-            for a, b in zip(*outputs, strict=False)
-        )
+            return None
 
 
 class _Result(NamedTuple):
@@ -303,6 +294,21 @@ class _Result(NamedTuple):
     outputs: dict[str, Any]
     state: list[Any]
     differing: list[Any]  # mirrored variables whose components differ
+
+
+def _draws_by_itself(call: Any, device: _Result, reseeded: _Result) -> bool:
+    """Return True if a call's result changes with the process's generators."""
+    results = [
+        [c.outputs for c in x.recorder.sides[-1].calls if c.callee is call.callee]
+        for x in (device, reseeded)
+    ]
+    return any(
+        a is not None
+        and b is not None
+        and comparison.difference(a, b) > comparison.TOLERANCES["output"]
+        for outputs in zip(*results, strict=False)
+        for a, b in zip(*outputs, strict=False)
+    )
 
 
 def _tolerate_half(values: list[ComparedValue]) -> list[ComparedValue]:
