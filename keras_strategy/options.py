@@ -20,15 +20,22 @@ class RunOptions(NamedTuple):
         compile: False runs the function as Python on every call, which is slow but
             easy to debug; on JAX its control flow may then depend on the replica's id.
             None and True compile on TensorFlow, and on JAX with several replicas.
+        whole: True calls the function once, on the rows of all replicas, as one device
+            does: for a function that compares rows, or counts them. Distributed values
+            among the arguments are concatenated, the result is one device's, and all
+            replicas get what the function assigns. It runs as Python.
 
     Example:
 
     ```python
+    import keras
     import keras_strategy as ks
+    import numpy as np
 
-    strategy = ks.OneDeviceStrategy("cpu:0")
-    options = ks.RunOptions(compile=None)
-    assert strategy.run(lambda: 3, options=options) == 3
+    strategy = ks.MirroredStrategy()
+    (batch,) = strategy.experimental_distribute_dataset([np.float32([1, 2, 6])])
+    options = ks.RunOptions(whole=True)
+    assert float(strategy.run(keras.ops.mean, args=(batch,), options=options)) == 3.0
     ```
     """
 
@@ -36,6 +43,7 @@ class RunOptions(NamedTuple):
     experimental_bucketizing_dynamic_shape: bool = False
     experimental_xla_options: Any = None
     compile: bool | None = None
+    whole: bool = False
 
 
 _DEFAULT = RunOptions()
@@ -68,6 +76,11 @@ def check_run_options(options: Any) -> RunOptions:
         raise ValueError(
             "`RunOptions.compile` must be None, True or False. Received: "
             f"compile={options.compile!r}"
+        )
+    if not isinstance(options.whole, bool):
+        raise ValueError(
+            "`RunOptions.whole` must be True or False. Received: "
+            f"whole={options.whole!r}"
         )
     if options[:3] != _DEFAULT[:3]:
         logger.info("The experimental options of %r have no effect here.", options)

@@ -22,13 +22,15 @@ from keras import tree
 
 from keras_strategy.audit.comparison import host_copy
 from keras_strategy.audit.report import AuditReport
-from keras_strategy.audit.snapshot import find_objects, find_user_code
+from keras_strategy.audit.snapshot import find_user_code, read_settings
 from keras_strategy.audit.step import ROWS_PER_REPLICA, StepAudit
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import LocalRows, map_rows
 from keras_strategy.errors import logger
-from keras_strategy.keras_patches.trainer import build_for_step
+from keras_strategy.keras_patches.trainer import build_for_step, first_callbacks
 from keras_strategy.keras_patches.variables_optimizers import byte_count
+from keras_strategy.training.callbacks import LogFreeCallback
+from keras_strategy.training.row_weights import kinds_that_run_whole
 from keras_strategy.values import DistributedValues, PerReplica
 
 # Some differences need more rows than the first ones, such as a maximum over rows.
@@ -162,20 +164,18 @@ def _to_array(leaf: Any) -> np.ndarray:
     return np.asarray(leaf) if array is None else array
 
 
-# The attribute of a model with the kinds of its steps that run whole.
-_WHOLE = "_ks_whole"
-
-
-def kinds_that_run_whole(model: Any) -> set[str]:
-    """Return the kinds of a model's steps that run whole, which may be changed."""
-    return vars(model).setdefault(_WHOLE, set())
+# The attribute of a model with its policies, by kind.
+_POLICIES = "_ks_policies"
 
 
 class RowPolicy:
     """Decides whether a function of `fit` splits the rows of its batches."""
 
-    # Only a step with code of the user's is audited. `scope` returns a context manager
-    # in which workers run collectives.
+    # Only a step with the user's code is audited. `scope` returns a context manager in
+    # which workers run collectives. `ask_again` makes a function call `is_due` in its
+    # next step, if it does not do so in each.
+
+    ask_again: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -186,20 +186,42 @@ class RowPolicy:
     ):
         self._model, self._kind, self._strategy = model, kind, strategy
         self._scope = scope
-        self.runs_whole = kind in kinds_that_run_whole(model)
+        self.runs_whole = False
         # True if the next step need not ask `is_due`.
-        self.is_done = strategy.num_replicas_in_sync == 1 or self.runs_whole
+        self.is_done = strategy.num_replicas_in_sync == 1
         self._is_first = True
+        self._settings: Any = None  # when the last epoch ended
+        self._is_power_of_two = True  # the number of the current epoch
 
     def is_due(self) -> bool:
         """Return True if the next step is to be audited."""
-        self.is_done = self.is_done or mode == "off"
-        self.is_done = (
-            self.is_done
-            or self._is_too_large()
-            or (find_user_code(find_objects([self._model])) is None)
-        )
+        self.runs_whole = self._kind in kinds_that_run_whole(self._model)
+        if self.runs_whole or mode == "off" or self._is_too_large():
+            self.is_done = True
+        elif self._is_first:
+            self.is_done = find_user_code([self._model]) is None
+            if not self.is_done:
+                vars(self._model).setdefault(_POLICIES, {})[self._kind] = self
+        else:
+            cluster = self._strategy.extended.cluster
+            due = self._is_power_of_two or self._settings != read_settings(self._model)
+            if cluster is not None:
+                due = any(cluster.exchange("audit: settings", due))
+            self.is_done = not due
         return not self.is_done
+
+    def begin_epoch(self, number: int) -> None:
+        """Audit the next step if its rows or the model's settings may show more."""
+        if not self.runs_whole:
+            self.is_done = False
+            self._is_power_of_two = number & (number - 1) == 0
+            if self.ask_again is not None:
+                self.ask_again()
+
+    def end_epoch(self) -> None:
+        """Note the settings of the model, which callbacks may change next."""
+        if not self.runs_whole:
+            self._settings = read_settings(self._model)
 
     def _is_too_large(self) -> bool:
         """Return True for a sharded model that an audit would have to gather."""
@@ -239,3 +261,27 @@ class RowPolicy:
             )
         if cluster is None or cluster.is_chief:
             logger.warning(text)
+
+
+class AuditSchedule(LogFreeCallback):
+    """Callback that audits steps again: in epochs 2, 4, 8 ... and with new settings."""
+
+    # It comes before the user's callbacks, whose changes it finds.
+
+    def __init__(self):
+        super().__init__()
+        self._epochs = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Make the next steps ask whether an audit is due."""
+        self._epochs += 1
+        for policy in vars(self.model).get(_POLICIES, {}).values():
+            policy.begin_epoch(self._epochs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Note the settings of the model."""
+        for policy in vars(self.model).get(_POLICIES, {}).values():
+            policy.end_epoch()
+
+
+first_callbacks.append(AuditSchedule)

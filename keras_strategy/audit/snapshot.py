@@ -35,8 +35,8 @@ _KERAS_PARTS = (
 # Objects of these packages and kinds are not walked into: others share them.
 _LIBRARIES = {"keras", "keras_strategy", "torch", "tensorflow", "jax", "jaxlib"}
 _LIBRARIES |= {"numpy", *sys.stdlib_module_names} - {"argparse", "types"}
-_NO_STATE = (str, bytes, int, float, complex, type(None), type, range)
-_NO_STATE += (types.ModuleType, DistributedValues)
+_PLAIN = (str, bytes, int, float, complex, type(None))
+_NO_STATE = (*_PLAIN, type, range, types.ModuleType, DistributedValues)
 # Objects of these modules are copied and restored as by `pickle`.
 _PICKLED = re.compile(r"_io|functools|random|numpy\.random\..+|torch\._C")
 
@@ -234,6 +234,16 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return bool(np.all((a == b) | ((a != a) & (b != b))))
+
+
+def read_settings(root: Any) -> list[tuple[Any, Any]]:
+    """Return the plain values of attributes and containers that can be reached."""
+    found: list[tuple[Any, Any]] = []
+    for x in _walk([root]):
+        named = vars(x) if _has_state(x) else x if isinstance(x, dict) else {}
+        items = enumerate(x) if isinstance(x, list | tuple) else named.items()
+        found += [(key, value) for key, value in items if isinstance(value, _PLAIN)]
+    return found
 
 
 def find_user_code(objects: list[Any]) -> Any:

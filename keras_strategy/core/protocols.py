@@ -330,6 +330,8 @@ class Engine(Protocol):
 
     # True if gradients of sharded weights are reduced before an optimizer gets them.
     reduces_in_backward = False
+    # True if a call outside of replicas computes on all devices and workers.
+    runs_globally = False
     # True if a process can leave its workers and connect to others.
     can_disconnect = False
 

@@ -37,6 +37,7 @@ from keras_strategy.training.callbacks import (
 )
 from keras_strategy.training.checkpoint import BackupContents, BackupFolder
 from keras_strategy.training.resume import decode, encode
+from keras_strategy.training.row_weights import kinds_that_run_whole
 from keras_strategy.training.saving import run_on_chief
 from keras_strategy.training.sharding import is_sharded
 
@@ -254,6 +255,7 @@ class ResumableFit:
         facts = found.facts
         position = _Position(**facts["position"])
         self._model._initial_epoch = facts["epoch"]
+        kinds_that_run_whole(self._model).update(facts.get("whole", ()))
         self.batch = position.batch
         self._build()
         variables = variables_of(self._model, metrics=False)
@@ -406,6 +408,7 @@ class ResumableFit:
             "begin": self._begin,
             "counts": data_adapters.array_batch_counts(iterator.data_adapter),
             "model": self._model_config,
+            "whole": sorted(kinds_that_run_whole(self._model)),
         }
         if strategy.virtual_replicas is not None and arrays:
             facts["fingerprint"] = fingerprint_of_arrays(arrays)

@@ -41,6 +41,7 @@ from keras_strategy.training.callbacks import (
 )
 from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.resume import random_state_digest, sync_random_states
+from keras_strategy.training.row_weights import WHOLE
 from keras_strategy.training.saving import run_first_step
 from keras_strategy.training.train_step import report_differing_rows
 
@@ -152,6 +153,8 @@ def _entry_point(original, self, *args, **kwargs):
     kwargs = {k: data_adapters.for_keras(x, strategy, name) for k, x in kwargs.items()}
     if name == "fit":
         data_adapters.take_class_weight(original, self, args, kwargs)
+    elif name == "compile":
+        vars(self).pop(WHOLE, None)
     prefetch_scope = (
         stop_prefetchers_on_exit() if name in _LOOPS else contextlib.nullcontext()
     )
@@ -224,7 +227,10 @@ def _call_with_replicas(
             callbacks.append(mirror_consistency.BatchCheck(strategy))
         elif cluster is None:
             callbacks.append(mirror_consistency.EpochCheck(strategy))
-        call.arguments["callbacks"] = callbacks
+        call.arguments["callbacks"] = [
+            *(make() for make in first_callbacks),
+            *callbacks,
+        ]
     with strategy.extended.group.trainer_scope(model, name, call.arguments):
         result = original(*call.args, **call.kwargs)
     if mirror_consistency.check_each_batch:
@@ -232,6 +238,8 @@ def _call_with_replicas(
     return result
 
 
+# Classes of callbacks that come before the user's, which higher layers add.
+first_callbacks: list[Callable[[], keras.callbacks.Callback]] = []
 _signature = functools.cache(inspect.signature)
 
 

@@ -30,7 +30,7 @@ from keras_strategy.strategies.inspect import Reports
 from keras_strategy.training import ownership, saving
 from keras_strategy.training.cross_device_ops import CrossDeviceOps
 from keras_strategy.training.reduction import check_gatherable
-from keras_strategy.training.train_step import check_function
+from keras_strategy.training.train_step import check_function, run_whole
 from keras_strategy.values import (
     DistributedValues,
     PerReplica,
@@ -268,6 +268,8 @@ class Strategy(Reports):
         if ownership.pending_values:
             with self.scope():
                 ownership.broadcast_pending_values()
+        if options.whole and self.num_replicas_in_sync > 1:
+            return run_whole(self, fn, args, kwargs or {})
         seen = id(getattr(fn, "__code__", None)) in self._seen_code
         run = self._extended.group.run if seen else self._run_first
         result = run(fn, tuple(args), dict(kwargs or {}), options, self.scope)

@@ -62,6 +62,15 @@ def local_bounds(
     return bounds[local.start : local.stop]
 
 
+# The attribute of a model with the kinds of its steps that run whole.
+WHOLE = "_ks_whole"
+
+
+def kinds_that_run_whole(model: Any) -> set[str]:
+    """Return the kinds of a model's steps that run whole, which may be changed."""
+    return vars(model).setdefault(WHOLE, set())
+
+
 def runs_once(strategy: Strategy) -> bool:
     """Return True if one call of a step that runs whole serves all replicas."""
     return strategy.extended.cluster is None and strategy.shard is None

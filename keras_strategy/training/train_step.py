@@ -17,12 +17,21 @@ from keras import ops, tree
 from keras_strategy.core.context import DryRun, distributed_replica
 from keras_strategy.core.registry import SUPPORTED, get_engine
 from keras_strategy.core.step_state import BatchRows, RowRange, StepState
-from keras_strategy.options import check_call
+from keras_strategy.options import RunOptions, check_call
 from keras_strategy.training.random import BatchDimCache, settings
 from keras_strategy.training.reduction import is_float
-from keras_strategy.training.row_weights import apply_row_weight
+from keras_strategy.training.row_weights import (
+    apply_row_weight,
+    runs_once,
+    whole_weights,
+)
 from keras_strategy.training.variable_sync import is_sync_on_read, sync_state
-from keras_strategy.values import DistributedValues, PerReplica, select_replica
+from keras_strategy.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    select_replica,
+)
 
 
 def has_batch_rows(value: Any) -> bool:
@@ -206,6 +215,37 @@ def make_weighted_step(
             replica.step = StepState()
 
     return replica_step
+
+
+def run_whole(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function once, on the rows of all replicas, as one device does."""
+    rows = []
+
+    def join(leaf):
+        if not isinstance(leaf, DistributedValues):
+            return leaf
+        if isinstance(leaf, Mirrored):
+            return leaf.values[0]
+        joined = strategy.gather(leaf, axis=0)
+        rows.append(joined.shape[0])
+        return joined
+
+    args, kwargs = tree.map_structure(join, (tuple(args), dict(kwargs)))
+    if runs_once(strategy) or get_engine().runs_globally:
+        with strategy.scope():
+            return strategy.extended.group.call_once(fn, args, kwargs)
+    # Every replica calls it, and only the first one's results count.
+    all_rows = RowRange(0, rows[0], rows[0]) if rows else None
+    step = make_weighted_step(
+        lambda data: fn(*data[0], **data[1]), False, list, lambda *check: None
+    )
+    weights = whole_weights(strategy.extended.topology.local_replicas)
+    outputs = strategy.run(
+        lambda weight: step((args, kwargs), weight, all_rows),
+        args=(PerReplica(weights),),
+        options=RunOptions(compile=False),
+    )
+    return select_replica(outputs, 0, len(weights))
 
 
 def _check_output_rows(

@@ -45,6 +45,7 @@ from keras_strategy.backends.jax.state import (
 from keras_strategy.backends.jax.virtual_replicas import check_deterministic
 from keras_strategy.backends.threads.patches import MergedScope, current_stateless_scope
 from keras_strategy.cluster.membership import Cluster
+from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import setattr_hooks
 from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.variable_components import (
@@ -217,6 +218,15 @@ class JaxReplicaGroup(ComponentGroup):
         compiled = options.compile is not False
         result = self._runner.run(fn, args, kwargs, compiled, scope)
         return result if self.distribution.replicas > 1 else self._unwrap_single(result)
+
+    def call_once(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        def place(x):
+            is_value = is_array(x) or isinstance(x, np.ndarray)
+            return put(x, self.distribution.everywhere) if is_value else x
+
+        args, kwargs = tree.map_structure(place, (args, kwargs))
+        with context.cross_replica_scope(None):
+            return fn(*args, **kwargs)
 
     def _unwrap_single(self, result: Any) -> Any:
         """Unwrap the output of a single replica with several devices."""

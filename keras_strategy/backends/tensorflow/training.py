@@ -22,12 +22,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.audit.policy import (
-    RowPolicy,
-    kinds_that_run_whole,
-    own_rows,
-    with_all_rows,
-)
+from keras_strategy.audit.policy import RowPolicy, own_rows, with_all_rows
 from keras_strategy.backends.tensorflow.collectives import Verify, gather_over_workers
 from keras_strategy.backends.tensorflow.compile_cache import require
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
@@ -41,7 +36,12 @@ from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import LocalRows, RowRange
 from keras_strategy.keras_patches.layers import all_layers, seed_generators
 from keras_strategy.training import train_step
-from keras_strategy.training.row_weights import local_bounds, runs_once, whole_weights
+from keras_strategy.training.row_weights import (
+    kinds_that_run_whole,
+    local_bounds,
+    runs_once,
+    whole_weights,
+)
 from keras_strategy.values import DistributedValues, PerReplica
 
 logger = logging.getLogger("keras_strategy")
@@ -292,9 +292,10 @@ def audit_first_call(
     """Wrap a function of Keras's loop in the audit of its first step."""
     # The audit reads the batches of the first call, and the function gets them again.
     policy = RowPolicy(model, kind, strategy, scope)
-    attribute = f"{kind}_function"
+    attribute, is_traced = f"{kind}_function", False
 
     def run_steps(batches):
+        nonlocal is_traced
         is_due = policy.is_due()
         if is_due and kind == "predict":  # which gets a list
             policy.audit(remove_optionals(batches[0]))
@@ -303,11 +304,20 @@ def audit_first_call(
             if first:
                 policy.audit(remove_optionals(first[0]))
             batches = _make_iterator(first, batches)
+        if policy.runs_whole and is_traced:  # it splits rows
+            getattr(model, f"make_{kind}_function")(force=True)
+            return getattr(model, attribute)(batches)
         if policy.is_done and getattr(model, attribute) is this():
             setattr(model, attribute, function)  # later steps need no wrapper
+        is_traced = True
         return function(batches)
 
-    this = weakref.ref(run_steps)  # no cycle keeps the function alive
+    def ask_again():
+        if getattr(model, attribute) is function:
+            setattr(model, attribute, run_steps)
+
+    policy.ask_again = ask_again
+    this = weakref.ref(run_steps)
     return run_steps
 
 
