@@ -33,7 +33,9 @@ def cnn() -> keras.Model:
 
 
 def resnet50() -> keras.Model:
-    return keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), classes=10)
+    return keras.applications.ResNet50(
+        weights=None, input_shape=(32, 32, 3), classes=10
+    )
 
 
 CASES = {"CNN": (cnn, 64, 20), "ResNet50": (resnet50, 32, 4)}
