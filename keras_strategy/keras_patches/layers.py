@@ -104,30 +104,24 @@ def _moments(original, strategy, self, inputs, mask):
     return original(self, inputs, mask)
 
 
-_MANY_NORMALIZATIONS = 20
 _reported: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def report_normalizations(strategy: Any, model: keras.Model) -> None:
-    """Log a faster option, once for a model with many layers that synchronize."""
-    cluster = strategy.extended.cluster
-    count = sum(
-        isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-        for layer in all_layers(model)
+    """Log a faster option, once for a model in which many layers communicate."""
+    kind, cluster = keras.layers.BatchNormalization, strategy.extended.cluster
+    count = sum(isinstance(x, kind) and x.trainable for x in all_layers(model))
+    is_global = strategy.batch_statistics is None and (
+        get_engine().has_replicas_in_fit or strategy.virtual_replicas is not None
     )
-    if (
-        count > _MANY_NORMALIZATIONS
-        and strategy.batch_statistics is None
-        and model not in _reported
-        and (cluster is None or cluster.is_chief)
-        and (get_engine().has_replicas_in_fit or strategy.virtual_replicas is not None)
-    ):
+    is_chief = cluster is None or cluster.is_chief
+    if count > 20 and is_global and is_chief and model not in _reported:
         _reported.add(model)
         logger.info(
-            "Each of the %d BatchNormalization layers of the model '%s' communicates "
-            'twice in each training step, to equal one device. batch_statistics="local"'
-            " of the strategy is faster: a replica normalizes by its own rows.",
-            *(count, model.name),
+            "In each training step of the model '%s', %d BatchNormalization layers "
+            'communicate, to equal one device. batch_statistics="local" of the '
+            "strategy is faster: each replica normalizes by its local batch.",
+            *(model.name, count),
         )
 
 

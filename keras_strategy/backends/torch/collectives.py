@@ -49,8 +49,6 @@ _ALL_GATHER = (
 _MIN_SCATTERED = 1 << 14
 # Most numbers of all workers that the chief passes on, such as those of the logs.
 _MAX_BY_CHIEF = 1 << 10
-# Most sums of a run that have a number.
-_MAX_NUMBERED = 1 << 9
 # Most sets of variables whose gradients are sent early, as each adds hooks to them.
 _MAX_LAYOUTS = 16
 
@@ -86,7 +84,7 @@ class TorchWorkers(WorkerCollectives):
         total = buffer[:-CHECKSUM_TAIL].copy_(tensor.reshape(-1))
         with self.track_operation(name):
             # The number says which sum follows, also where layers repeat.
-            if self.replica is not None and self.replica.sums < _MAX_NUMBERED:
+            if self.replica is not None and self.replica.sums < 512:
                 self.replica.sums += 1
                 name = f"{name} {self.replica.sums}"
             same = self.verifier.sum_in_place(
