@@ -75,7 +75,7 @@ def _batch_statistics(
     """Compare steps with and without statistics of the global batch."""
     return Comparison(
         backend,
-        f'{name}, batch_statistics="global"',
+        f"{name}, statistics of the global batch",
         "each replica's statistics",
         (ours, own_rows),
         None,
@@ -350,13 +350,13 @@ TORCH = (
         cases=(MLP, CNN),
     ),
     _batch_statistics(
-        "torch", "fit", "ours:fit_of_global_statistics", "ours:mirrored_fit"
+        "torch", "fit", "ours:mirrored_fit", "ours:fit_of_local_statistics"
     ),
     _batch_statistics(
         "torch",
         "fit, 2 processes",
-        "ours:workers_fit_of_global_statistics",
         "ours:workers_fit",
+        "ours:workers_fit_of_local_statistics",
         workers=2,
     ),
 )
@@ -427,8 +427,8 @@ TENSORFLOW = (
     _batch_statistics(
         "tensorflow",
         "steps of fit",
-        "tensorflow_ours:steps_of_fit_of_global_statistics",
         "tensorflow_ours:steps_of_fit",
+        "tensorflow_ours:steps_of_fit_of_local_statistics",
     ),
 )
 

@@ -33,8 +33,8 @@ def mirrored_fit(case: Case) -> Train:
     return fit_in_scope(ks.MirroredStrategy(), case)
 
 
-def fit_of_global_statistics(case: Case) -> Train:
-    return fit_in_scope(ks.MirroredStrategy(batch_statistics="global"), case)
+def fit_of_local_statistics(case: Case) -> Train:
+    return fit_in_scope(ks.MirroredStrategy(batch_statistics="local"), case)
 
 
 def mirrored_fit_drawing_own(case: Case) -> Train:
@@ -52,8 +52,8 @@ def workers_fit(case: Case) -> Train:
     return fit_in_scope(ks.MultiWorkerMirroredStrategy(), case)
 
 
-def workers_fit_of_global_statistics(case: Case) -> Train:
-    strategy = ks.MultiWorkerMirroredStrategy(batch_statistics="global")
+def workers_fit_of_local_statistics(case: Case) -> Train:
+    strategy = ks.MultiWorkerMirroredStrategy(batch_statistics="local")
     return fit_in_scope(strategy, case)
 
 

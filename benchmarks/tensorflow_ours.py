@@ -14,8 +14,8 @@ def steps_of_fit_of_8(case: Case) -> Train:
     return tensorflow_peers.steps_of_fit(case, ks.MirroredStrategy(), 8)
 
 
-def steps_of_fit_of_global_statistics(case: Case) -> Train:
-    strategy = ks.MirroredStrategy(batch_statistics="global")
+def steps_of_fit_of_local_statistics(case: Case) -> Train:
+    strategy = ks.MirroredStrategy(batch_statistics="local")
     return tensorflow_peers.steps_of_fit(case, strategy)
 
 

@@ -66,7 +66,7 @@ def main():
     options = parser.parse_args()
 
     ks.config.set_logical_devices("cpu", 2)
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], batch_statistics="global")
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     print(f"{keras.backend.backend()} on {strategy.num_replicas_in_sync} devices")
     keras.utils.set_random_seed(SEED)
     x_train, y_train, x_test, y_test = load()

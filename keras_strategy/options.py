@@ -87,17 +87,17 @@ def check_run_options(options: Any) -> RunOptions:
     return options
 
 
-GLOBAL = "global"
+GLOBAL, LOCAL = "global", "local"
 
 
 def check_batch_statistics(batch_statistics: Any) -> str | None:
     """Return the argument, or raise ValueError."""
-    if batch_statistics is None or batch_statistics == GLOBAL:
+    if batch_statistics in (None, GLOBAL, LOCAL):
         return batch_statistics
     raise ValueError(
-        "Argument `batch_statistics` must be 'global', for the statistics of the "
-        "global batch, or None, for those that the backend computes without "
-        f"communication. Received: batch_statistics={batch_statistics!r}"
+        "Argument `batch_statistics` must be 'global' or 'local', for the statistics "
+        "of the global or the local batch, or None, for the global batch in `fit` and "
+        f"the local one in `run`. Received: batch_statistics={batch_statistics!r}"
     )
 
 

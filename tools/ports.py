@@ -35,8 +35,7 @@ replicas.
 
 Random noise and dropout of a source are kept, with a seed. If the bias of attention
 keys trains, SGD replaces Adam, which amplifies rounding there. The data are synthetic,
-or scikit-learn's digits. Outside JAX, batch normalization sees [each replica's
-rows](differences.md#batchnormalization), so it is frozen here.
+or scikit-learn's digits.
 
 `make ports` runs all ports and writes this page; `make test-full` runs a sample. Ports
 that need a missing package are skipped.

@@ -34,9 +34,7 @@ def run(program: Program, replicas: int, initial: Any) -> Outcome:
     logger = logging.getLogger("keras_strategy")
     logger.addHandler(messages)
     try:
-        strategy = ks.MirroredStrategy(
-            [f"cpu:{i}" for i in range(replicas)], batch_statistics="global"
-        )
+        strategy = ks.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
         with strategy.scope():
             model = build(program, initial)
         outcome = fit(model, program)

@@ -73,6 +73,7 @@ class StepAudit:
         objects = self._snapshot.objects
         self._layers = [x for x in objects if isinstance(x, keras.Layer)]
         halves = "float16", "bfloat16"
+        self._batch_statistics = GLOBAL if kind == "run" else None
         self._is_half = any(x.compute_dtype in halves for x in self._layers)
 
     def run(self, report: AuditReport) -> None:
@@ -118,7 +119,7 @@ class StepAudit:
                 preserve_random_states(),
                 adapter.preserve_generators(),
                 # Differences that are declared.
-                override(strategy, "_batch_statistics", GLOBAL),
+                override(strategy, "_batch_statistics", self._batch_statistics),
                 override(settings, "exact", True),
                 compute_in_float32(self._layers),
                 recorder.installed(self._model, snapshot.objects),

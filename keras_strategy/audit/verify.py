@@ -36,8 +36,8 @@ def verify(
     and the random generators are as before. What the step changes elsewhere is not
     restored: globals, iterators that it advances, files, what it prints.
 
-    Gradients are not applied. Local batch statistics, which a strategy without
-    `batch_statistics="global"` computes, and half precision are replaced by global ones
+    Gradients are not applied. Local batch statistics, which `run` and the strategy's
+    `batch_statistics="local"` compute, and half precision are replaced by global ones
     and float32. A branch that these rows do not take is not seen.
 
     Args:

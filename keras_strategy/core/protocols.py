@@ -178,8 +178,6 @@ class Replica(Protocol):
     id: Any
     # Calls `fn(gradients)`, which updates variables, once for several replicas.
     share_update: Any = None
-    # True if `fit` normalizes by the statistics of a global batch by default.
-    has_global_statistics_in_fit = False
 
     def all_reduce(self, reduce_op: ReduceOp, value: Any) -> Any:
         """Reduce over the replicas; the gradient of a sum is the sum of the gradients.
@@ -328,10 +326,10 @@ class Engine(Protocol):
     def list_devices(self, device_type: str | None = None) -> list[str]:
         """Return the local devices of a type; by default accelerators, or else CPUs."""
 
+    # True if `fit` runs a step on each replica, even without virtual replicas.
+    has_replicas_in_fit = True
     # True if gradients of sharded weights are reduced before an optimizer gets them.
     reduces_in_backward = False
-    # True if a call outside of replicas computes on all devices and workers.
-    runs_globally = False
     # True if a process can leave its workers and connect to others.
     can_disconnect = False
 

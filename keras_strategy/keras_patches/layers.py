@@ -17,7 +17,9 @@ from keras_strategy.core.per_replica_attributes import (
     current_turn,
     setattr_hooks,
 )
+from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import active_recorder
+from keras_strategy.errors import logger
 from keras_strategy.keras_patches.patch import (
     MethodsPatch,
     Patch,
@@ -77,7 +79,7 @@ def _in_scope_or_trial() -> Any:
     when=_in_scope_or_trial,
 )
 def _moments(original, strategy, self, inputs, mask):
-    """Compute global batch statistics where the layer or strategy asks for them."""
+    """Compute global statistics in `fit`, or where the layer or strategy asks."""
     # That is by the layer's `synchronized` or the strategy's `batch_statistics`.
     # Outside of replicas (one device, a dry run, JAX's global program) all rows are
     # present.
@@ -92,7 +94,7 @@ def _moments(original, strategy, self, inputs, mask):
     if replica is not None and (
         self.synchronized
         or strategy.batch_statistics == GLOBAL
-        or (replica.has_global_statistics_in_fit and in_step() is not None)
+        or (strategy.batch_statistics is None and in_step() is not None)
     ):
         return reduction.moments(
             replica, strategy.num_replicas_in_sync, inputs, axes, mask
@@ -100,6 +102,27 @@ def _moments(original, strategy, self, inputs, mask):
     if self.synchronized and mask is None:
         return ops.moments(inputs, axes=axes)  # Keras's own would synchronize
     return original(self, inputs, mask)
+
+
+_reported: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def report_normalizations(strategy: Any, model: keras.Model) -> None:
+    """Log a faster option, once for a model in which many layers communicate."""
+    kind, cluster = keras.layers.BatchNormalization, strategy.extended.cluster
+    count = sum(isinstance(x, kind) and x.trainable for x in all_layers(model))
+    is_global = strategy.batch_statistics is None and (
+        get_engine().has_replicas_in_fit or strategy.virtual_replicas is not None
+    )
+    is_chief = cluster is None or cluster.is_chief
+    if count > 20 and is_global and is_chief and model not in _reported:
+        _reported.add(model)
+        logger.info(
+            "In each training step of the model '%s', %d BatchNormalization layers "
+            'communicate, to equal one device. batch_statistics="local" of the '
+            "strategy is faster: each replica normalizes by its local batch.",
+            *(model.name, count),
+        )
 
 
 # --- recurrent layers

@@ -18,7 +18,7 @@ from keras_strategy.data.sources import prefetch_disabled, stop_prefetchers_on_e
 from keras_strategy.keras_patches import consistency as mirror_consistency
 from keras_strategy.keras_patches import data_adapters
 from keras_strategy.keras_patches.fingerprint import write_report_if_requested
-from keras_strategy.keras_patches.layers import all_layers
+from keras_strategy.keras_patches.layers import all_layers, report_normalizations
 from keras_strategy.keras_patches.patch import (
     find_module,
     global_state,
@@ -354,6 +354,8 @@ def _make_function(original, strategy, self, force=False):
     step = getattr(self, name)
     if step is before:
         return result
+    if kind == "train":
+        report_normalizations(strategy, self)
 
     what = f"{kind} step of the model '{self.name}'"
     cluster = strategy.extended.cluster

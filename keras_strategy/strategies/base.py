@@ -163,10 +163,9 @@ class Strategy(Reports):
 
     @property
     def batch_statistics(self) -> str | None:
-        """`"global"` if `BatchNormalization` uses the statistics of the global batch.
+        """The `batch_statistics` option: `"global"`, `"local"` or None.
 
-        None if it uses those of the local batch, or in `fit` on JAX, which computes
-        them without extra communication, of the global batch.
+        None normalizes by the global batch in `fit`, and by the local batch in `run`.
         """
         return self._batch_statistics
 

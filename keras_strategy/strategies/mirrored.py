@@ -101,10 +101,11 @@ class MirroredStrategy(Strategy):
             for the backend's way; one of tf.distribute's, such as
             `ReductionToOneDevice()`, which only TensorFlow follows; or your own
             `CrossDeviceOps`, which is called on every backend.
-        batch_statistics: `"global"` makes every `keras.layers.BatchNormalization` of
-            models in this scope train with the statistics of the global batch, as on
-            one device, at the cost of one collective per layer and pass. None: those of
-            the local batch on torch and TensorFlow, of the global one in `fit` on JAX.
+        batch_statistics: The rows by which `keras.layers.BatchNormalization` normalizes
+            in training. None: the global batch in `fit`, as on one device, at the cost
+            of one collective per layer and pass; the local batch in `run`, as in
+            tf.distribute. `"global"`: in `run`, too. `"local"`: in `fit`, too, except
+            on JAX without `virtual_replicas`, where one program has all rows.
         shard: What is sharded over the devices, for models that fill a device's
             memory: `"optimizer"` for the optimizer's slots, `"parameters"` for the
             trainable weights as well, None for nothing. Results are the same.

@@ -138,52 +138,42 @@ def moments(
     """Return mean and variance over `axes` and replicas, differentiably."""
     # `axes` are all dimensions but one. `mask` marks valid entries, without the last
     # dimension; like Keras, an epsilon is added to their number.
-    # One collective: each replica contributes its number of entries, their sum, and
-    # their squared distances to the local mean. A plain difference of squares would
-    # lose the digits of values that vary little around a large mean. The gradient takes
-    # one more collective.
+    # One collective: each replica contributes its number of entries, their mean and
+    # their variance. Sums of squares would lose the digits of values that vary little
+    # around a large mean. The gradient takes one more collective.
     weight = replica.step.row_weight
     has_rows = weight is None or weight > 0
-    x = ops.convert_to_tensor(x)
-    dtype = keras.backend.standardize_dtype(x.dtype)
-    if dtype in ("float16", "bfloat16"):
-        # Sums over many rows exceed the range or precision of half floats.
-        x = ops.cast(x, "float32")
-    valid = None
+    x = ops.convert_to_tensor(x)  # at least float32
+    axes, valid = tuple(axes), None
+    count = ops.cast(num_entries(ops.shape(x), axes), x.dtype)
     if mask is not None:
         valid = ops.broadcast_to(ops.expand_dims(mask, axis=-1), ops.shape(x))
         valid = ops.cast(valid, "bool")
+        count = ops.sum(ops.cast(valid, x.dtype), axis=axes, keepdims=True)
+    divisor = ops.maximum(count, 1)
 
-    def sum_valid(tensor):
+    def mean_of(tensor):
         if valid is not None:
             tensor = ops.where(valid, tensor, 0)
-        return ops.sum(tensor, axis=tuple(axes), keepdims=True)
+        return ops.sum(tensor, axis=axes, keepdims=True) / divisor
 
-    total = sum_valid(x)
-    if valid is None:
-        entries = ops.cast(num_entries(ops.shape(x), axes), x.dtype)
-        count = ops.ones_like(total) * entries
-    else:
-        count = sum_valid(ops.ones_like(x))
-    local_mean = ops.stop_gradient(total) / ops.maximum(count, 1)
-    squares = sum_valid(ops.square(x - local_mean))  # gradient by the mean is 0
-
-    statistics = ops.reshape(ops.stack([count, total, squares]), (1, 3, -1))
+    mean = mean_of(x)
+    variance = mean_of(ops.square(x - ops.stop_gradient(mean)))  # its gradient is 0
+    count = ops.broadcast_to(count, ops.shape(mean))
+    statistics = ops.reshape(ops.stack([count, mean, variance]), (1, 3, -1))
     # The sum gathers: each replica fills its own row. This keeps the values exact.
     place = ops.logical_and(ops.equal(ops.arange(replicas), replica.id), has_rows)
     statistics = ops.where(ops.reshape(place, (-1, 1, 1)), statistics, 0)
     statistics = replica.all_reduce(ReduceOp.SUM, statistics)
 
-    counts, totals, squares = statistics[:, 0], statistics[:, 1], statistics[:, 2]
-    count = ops.sum(counts, axis=0)
-    if valid is None:
-        count = ops.maximum(count, 1)
-    else:
-        count = count + keras.config.epsilon()
-    mean = ops.sum(totals, axis=0) / count
-    distance = totals / ops.maximum(counts, 1) - mean
-    variance = ops.sum(squares + counts * ops.square(distance), axis=0) / count
-    return ops.cast(mean, dtype), ops.cast(variance, dtype)
+    counts, means, variances = (statistics[:, i] for i in range(3))
+    total = ops.sum(counts, axis=0)
+    if valid is not None:
+        total = total + keras.config.epsilon()
+    shares = counts / total
+    mean = ops.sum(shares * means, axis=0)
+    variance = ops.sum(shares * (variances + ops.square(means - mean)), axis=0)
+    return mean, variance
 
 
 def compute_and_comm_fractions(

@@ -231,7 +231,7 @@ def run_whole(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> 
         return joined
 
     args, kwargs = tree.map_structure(join, (tuple(args), dict(kwargs)))
-    if runs_once(strategy) or get_engine().runs_globally:
+    if runs_once(strategy) or not get_engine().has_replicas_in_fit:
         with strategy.scope():
             return strategy.extended.group.call_once(fn, args, kwargs)
     # Every replica calls it, and only the first one's results count.

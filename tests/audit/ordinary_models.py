@@ -49,7 +49,7 @@ def audit(case: Case, replicas: int, policy: str) -> AuditReport:
     keras.config.set_dtype_policy(policy)
     keras.utils.set_random_seed(1)
     try:
-        with mirrored(case, replicas).scope():
+        with mirrored(replicas).scope():
             model = case.make()
         rows = max(3 * replicas + 1, 21)
         x, y = case.data(rows)
@@ -95,8 +95,7 @@ def audit_on_workers(
     def fit(case: Case, replicas: int, policy: str) -> AuditReport:
         keras.config.set_dtype_policy(policy)
         keras.utils.set_random_seed(1)
-        statistics = {"batch_statistics": case.batch_statistics}
-        with ks.MultiWorkerMirroredStrategy(**statistics).scope():
+        with ks.MultiWorkerMirroredStrategy().scope():
             model = case.make()
         x, y = case.data(21)
         reports.clear()

@@ -105,6 +105,12 @@ def told(caplog):
     return lines
 
 
+@pytest.fixture
+def local():
+    """Two replicas; a graph cannot communicate."""
+    return ks.MirroredStrategy(["cpu:0", "cpu:1"], batch_statistics="local")
+
+
 def dropping(**options):
     """It draws twice from one generator."""
     layer = layers.Dropout(0.5, **options)
@@ -176,11 +182,11 @@ def test_compiled_model_equals_one_device(two, told):
         "recurrent",
     ],
 )
-def test_step_is_compiled(build, x, y, eager, two, told):
+def test_step_is_compiled(build, x, y, eager, local, told):
     """To the last digit what it is without a graph: also what it draws."""
-    expected = fitted(two, build, x, y, jit_compile=False)
+    expected = fitted(local, build, x, y, jit_compile=False)
     assert not told()
-    assert largest(fitted(two, build, x, y), expected) == 0
+    assert largest(fitted(local, build, x, y), expected) == 0
     (line,) = told()
     assert "is one graph" in line
     if eager:  # of the loss alone
@@ -208,13 +214,13 @@ def test_per_replica_random_numbers_stay_in_graph(two, told):
         (lambda: sequential(Remembers()), X, "it sets Remembers.calls"),
         (lambda: sequential(Branches()), X, "Could not guard on data-dependent"),
         (
-            lambda: sequential(layers.BatchNormalization(synchronized=True)),
+            lambda: sequential(layers.BatchNormalization()),
             X,
             "it reads the row weight of a replica",
         ),
         (lambda: sequential(layers.GaussianNoise(0.5)), X, "random numbers"),
     ],
-    ids=["attribute", "branch", "synchronized", "draws"],
+    ids=["attribute", "branch", "normalizes", "draws"],
 )
 def test_unsupported_models_are_not_compiled(build, x, why, two, told):
     expected = fitted(two, build, x, jit_compile=False)
@@ -223,27 +229,14 @@ def test_unsupported_models_are_not_compiled(build, x, why, two, told):
     assert "without a graph, and with the same results" in line and why in line
 
 
-def test_global_batch_statistics_are_not_compiled(told):
-    """By the strategy's wish, of which the layer knows nothing."""
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], batch_statistics="global")
-
-    def build():
-        return sequential(layers.BatchNormalization())
-
-    expected = fitted(strategy, build, jit_compile=False)
-    assert largest(fitted(strategy, build), expected) == 0
-    (line,) = told()
-    assert "it reads the row weight of a replica" in line
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiler_backend_is_respected(backend, two, told, monkeypatch):
+def test_compiler_backend_is_respected(backend, local, told, monkeypatch):
     def build():
         return sequential(layers.BatchNormalization(), layers.Dropout(0.5))
 
-    expected = fitted(two, build, X[:8], Y[:8], jit_compile=False)
+    expected = fitted(local, build, X[:8], Y[:8], jit_compile=False)
     monkeypatch.setenv("KERAS_STRATEGY_TORCH_COMPILE_BACKEND", backend)
-    assert largest(fitted(two, build, X[:8], Y[:8]), expected) < 1e-6
+    assert largest(fitted(local, build, X[:8], Y[:8]), expected) < 1e-6
     assert f"backend '{backend}'" in told()[0]
 
 

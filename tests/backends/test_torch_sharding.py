@@ -43,7 +43,7 @@ def one_device():
 @pytest.mark.parametrize("name", jobs.PROGRAMS)
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_programs_equal_one_device(name, replicas, one_device):
-    weights = jobs.train(name, strategy(replicas, batch_statistics="global"))
+    weights = jobs.train(name, strategy(replicas))
     for a, b in zip(one_device[name], weights, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 

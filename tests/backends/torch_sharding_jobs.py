@@ -213,7 +213,7 @@ def workers_strategy(bytes_per_pack: int = 0) -> ks.MultiWorkerMirroredStrategy:
     sharding.UNIT_BYTES = UNIT_BYTES
     options = ks.experimental.CommunicationOptions(bytes_per_pack=bytes_per_pack)
     return ks.MultiWorkerMirroredStrategy(
-        shard="parameters", batch_statistics="global", communication_options=options
+        shard="parameters", communication_options=options
     )
 
 

@@ -61,9 +61,7 @@ def train(
             record_batch(folder, size, seconds)
 
     keras.utils.set_random_seed(1)
-    strategy = ks.MultiWorkerMirroredStrategy(
-        batch_statistics="global", virtual_replicas=virtual_replicas
-    )
+    strategy = ks.MultiWorkerMirroredStrategy(virtual_replicas=virtual_replicas)
     cluster = json.loads(os.environ.get("TF_CONFIG") or "{}").get("cluster", {})
     size = len(cluster.get("worker", ["alone"]))
     with strategy.scope():

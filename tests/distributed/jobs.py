@@ -111,7 +111,7 @@ def fit_arrays(alone: bool = False, rows: int = 29, batch_size: int = 8) -> dict
 def batch_statistics(alone: bool = False) -> list[np.ndarray]:
     """Normalizes by the global batch; of the last one a worker has no rows."""
     keras.utils.set_random_seed(17)
-    _, scope = in_charge(alone, batch_statistics="global")
+    _, scope = in_charge(alone)
     with scope:
         model = keras.Sequential(
             [

@@ -27,7 +27,7 @@ def on_one_device(name, **fit):
 @pytest.mark.parametrize(
     ("workers", "devices", "names"),
     [
-        (2, 1, "text,global images"),
+        (2, 1, "text,images"),
         (2, 1, "attention,local images"),
         (3, 1, ",".join(jobs.PROGRAMS)),
         (3, 2, ",".join(jobs.PROGRAMS)),

@@ -50,8 +50,8 @@ def images(optimizer):
 PROGRAMS: dict[str, tuple] = {
     "text": (text, {"global_clipnorm": 0.5, "use_ema": True}, None, "float32"),
     "attention": (attention, {"clipvalue": 0.1}, None, "mixed_bfloat16"),
-    "local images": (images, {"gradient_accumulation_steps": 2}, None, "float32"),
-    "global images": (images, {}, "global", "float32"),
+    "local images": (images, {"gradient_accumulation_steps": 2}, "local", "float32"),
+    "images": (images, {}, None, "float32"),
 }
 
 

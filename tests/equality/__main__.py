@@ -43,19 +43,10 @@ def run(
         keras.config.set_dtype_policy(previous)
 
 
-def mirrored(
-    case: Case, replicas: int, shard: str | None = None
-) -> ks.MirroredStrategy:
-    """The strategy of so many logical CPUs that a case asks for."""
-    return _mirrored(replicas, case.batch_statistics, shard)
-
-
 @functools.cache
-def _mirrored(
-    replicas: int, batch_statistics: str | None, shard: str | None
-) -> ks.MirroredStrategy:
-    devices = [f"cpu:{i}" for i in range(replicas)]
-    return ks.MirroredStrategy(devices, batch_statistics=batch_statistics, shard=shard)
+def mirrored(replicas: int, shard: str | None = None) -> ks.MirroredStrategy:
+    """The strategy of so many logical CPUs."""
+    return ks.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], shard=shard)
 
 
 def compare(
@@ -177,7 +168,7 @@ def main() -> int:
         ]
     else:
         trainers = [
-            lambda case, rows, n=n, s=s: run(case, rows, mirrored(case, n, s))
+            lambda case, rows, n=n, s=s: run(case, rows, mirrored(n, s))
             for n, s in ways
         ]
     for case in cases:

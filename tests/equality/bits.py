@@ -38,7 +38,6 @@ def train_here(devices: int, virtual_replicas: int, case: Case, rows: int) -> Tr
     """Trains a row on devices of this process."""
     strategy = ks.MirroredStrategy(
         [f"cpu:{i}" for i in range(devices)],
-        batch_statistics=case.batch_statistics,
         virtual_replicas=virtual_replicas,
     )
     return run(case, rows, strategy)

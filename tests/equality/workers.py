@@ -1,7 +1,6 @@
 """The rows of the equality table with a process for each replica."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import keras_strategy as ks
@@ -22,19 +21,14 @@ def run_rows(
 ) -> Results:
     """Train rows as one of several workers."""
 
-    @functools.cache
-    def strategy(batch_statistics):
-        return ks.MultiWorkerMirroredStrategy(
-            batch_statistics=batch_statistics,
-            shard=shard,
-            virtual_replicas=virtual_replicas,
-        )
-
+    strategy = ks.MultiWorkerMirroredStrategy(
+        shard=shard, virtual_replicas=virtual_replicas
+    )
     results: Results = {}
     for case in all_cases():
         for rows in numbers if case.name in names else ():
             try:
-                trained = run(case, rows, strategy(case.batch_statistics))
+                trained = run(case, rows, strategy)
                 results[case.name, rows] = dataclasses.replace(trained, model=None)
             except Exception as error:
                 results[case.name, rows] = RuntimeError(f"{error}")

@@ -124,7 +124,6 @@ def vit_image_classifier(strategy):
 
 @port(f"{GUIDES}/classification_with_keras_hub.py, ResNet", **HUB)
 def resnet_image_classifier(strategy):
-    """Its batch normalizations are frozen, since they see each replica's rows."""
     import keras_hub
 
     def make():
@@ -137,9 +136,6 @@ def resnet_image_classifier(strategy):
             "basic_block",
             image_shape=(8, 8, 3),
         )
-        for layer in backbone.layers:
-            if isinstance(layer, keras.layers.BatchNormalization):
-                layer.trainable = False
         model = keras_hub.models.ResNetImageClassifier(backbone, 10)
         model.compile(keras.optimizers.SGD(0.01), LOSS, metrics=["accuracy"])
         return model

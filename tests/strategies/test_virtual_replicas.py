@@ -39,10 +39,7 @@ def virtual(devices, replicas=6, **options):
 @supported
 def test_fit_equals_one_device_and_has_same_bits():
     one = train(None, model, X, Y)
-    # On JAX statistics of batches are global by default.
-    is_jax = keras.backend.backend() == "jax"
-    options = {} if is_jax else {"batch_statistics": "global"}
-    strategies = [virtual(n, **options) for n in (1, 2, 3)]
+    strategies = [virtual(n) for n in (1, 2, 3)]
     found = [train(strategy, model, X, Y) for strategy in strategies]
     for strategy, trained in zip(strategies, found, strict=True):
         assert strategy.num_replicas_in_sync == strategy.virtual_replicas == 6

@@ -1,4 +1,4 @@
-"""The statistics of the global batch, with `batch_statistics="global"`."""
+"""The rows by which BatchNormalization normalizes in training."""
 
 import json
 import pickle
@@ -11,7 +11,7 @@ from keras import layers, ops
 import keras_strategy as ks
 from tests.equality import models
 from tests.equality.compare import assert_equal, largest, replicas_apart, scope, train
-from tests.training.shared import alone
+from tests.training.shared import alone, logged
 
 RANDOM = np.random.RandomState(0)
 # By batches of 8: of the 9 rows in the last ones, or of the last row, replicas get
@@ -24,9 +24,9 @@ Y = RANDOM.normal(size=(21, 1)).astype("float32")
 
 @pytest.fixture
 def of_all():
-    def make(replicas):
+    def make(replicas, batch_statistics="global"):
         devices = [f"cpu:{i}" for i in range(replicas)]
-        return ks.MirroredStrategy(devices, batch_statistics="global")
+        return ks.MirroredStrategy(devices, batch_statistics=batch_statistics)
 
     return make
 
@@ -49,6 +49,7 @@ def equal(strategy, make, x, y, **fit):
     one, many = alone(make, x, y, **fit), train(strategy, make, x, y, **fit)
     # A prediction adds up the differences of all weights.
     assert_equal(one, many, predictions=5e-5)
+    return one
 
 
 def cnn():
@@ -92,15 +93,22 @@ class Own(keras.Model):
         return self.output_(self.renorm(x, training=training))
 
 
-def test_cnn_equals_one_device(of_all):
-    equal(of_all(3), cnn, IMAGES, Y)
+def test_cnn_equals_one_device(mirrored, of_all):
+    """By default, with an uneven last batch; local statistics differ."""
+    one = equal(mirrored(3), cnn, IMAGES, Y)
+    rows = ROWS[3]
+    local = train(of_all(3, "local"), cnn, IMAGES[:rows], Y[:rows], predicted=0)
+    differs = largest(one.weights, local.weights) > 1e-3
+    # On JAX `fit` is one program of all rows.
+    assert differs == (keras.backend.backend() != "jax")
+    assert local.apart == 0
 
 
-def test_custom_model_equals_one_device(of_all):
-    equal(of_all(3), lambda: compiled(Own()), X, Y)
+def test_custom_model_equals_one_device(mirrored):
+    equal(mirrored(3), lambda: compiled(Own()), X, Y)
 
 
-def test_masked_statistics_equal_one_device(of_all):
+def test_masked_statistics_equal_one_device(mirrored):
     """Of the steps of a sequence, also where a layer is called for each of them."""
 
     def make():
@@ -113,7 +121,7 @@ def test_masked_statistics_equal_one_device(of_all):
         )
 
     x, y = models.steps(21)
-    equal(of_all(3), make, x[:, :3], y[:, :3])
+    equal(mirrored(3), make, x[:, :3], y[:, :3])
 
 
 def test_small_variance_is_stable(of_all):
@@ -139,8 +147,9 @@ def test_random_layers_after_normalization(of_all, two, caplog):
         return of(layers.Dense(4), layer, layers.Dropout(0.4, seed=3))
 
     one = alone(make, X, Y)
-    assert_equal(one, train(of_all(2), make, X, Y))
-    assert_equal(one, train(two, lambda: make(synchronized=True), X, Y))
+    assert_equal(one, train(two, make, X, Y))
+    local = of_all(2, "local")  # which the layer overrides
+    assert_equal(one, train(local, lambda: make(synchronized=True), X, Y))
     assert "random" not in caplog.text
 
 
@@ -197,7 +206,7 @@ def test_run_averages_local_statistics(two, compiled, caplog):
     assert "differ" not in caplog.text
 
 
-def test_float16_statistics(of_all):
+def test_float16_statistics(two):
     """The statistics themselves are of float32."""
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
@@ -210,7 +219,7 @@ def test_float16_statistics(of_all):
             model.fit(X[:13], Y[:13], batch_size=13, verbose=0)
             return [layer.moving_mean.numpy(), layer.moving_variance.numpy()]
 
-        assert largest(statistics(None), statistics(of_all(2))) < 1e-6
+        assert largest(statistics(None), statistics(two)) < 1e-6
     finally:
         keras.config.set_dtype_policy("float32")
 
@@ -235,6 +244,24 @@ def test_saved_model_is_plain_keras(of_all, tmp_path):
     assert largest(*[[p] for p in predicted]) < 1e-6
 
 
+def test_local_statistics_are_named_once_for_many_layers(two, of_all, caplog):
+    caplog.set_level("INFO", "keras_strategy")
+
+    def named(strategy, count):
+        caplog.clear()
+        with strategy.scope():
+            model = of(*[layers.BatchNormalization() for _ in range(count)])
+            model.build((None, 4))
+        for _ in range(2):
+            compiled(model, run_eagerly=True)
+            model.fit(X[:4], Y[:4], verbose=0)
+        return [x for x in logged(caplog) if 'batch_statistics="local"' in x]
+
+    matters = keras.backend.backend() != "jax"
+    assert len(named(two, 21)) == matters
+    assert not named(two, 20) and not named(of_all(2, "local"), 21)
+
+
 def test_bad_choices_are_refused(two, of_all):
     assert two.batch_statistics is None
     assert ks.OneDeviceStrategy("cpu:0").batch_statistics is None
@@ -242,8 +269,8 @@ def test_bad_choices_are_refused(two, of_all):
     assert strategy.batch_statistics == "global"
     assert pickle.loads(pickle.dumps(strategy)).batch_statistics == "global"
     for make in (ks.MirroredStrategy, ks.MultiWorkerMirroredStrategy):
-        with pytest.raises(ValueError, match="batch_statistics='local'"):
-            make(batch_statistics="local")
+        with pytest.raises(ValueError, match="'global' or 'local'.*='whole'"):
+            make(batch_statistics="whole")
     # Of one worker it is the same.
     alone = ks.MultiWorkerMirroredStrategy(batch_statistics="global")
     assert alone.batch_statistics == "global"

@@ -28,7 +28,7 @@ Y = X[:, :3] * 2
 
 def strategy(replicas, shard=None):
     devices = [f"cpu:{i}" for i in range(replicas)]
-    return ks.MirroredStrategy(devices, shard=shard, batch_statistics="global")
+    return ks.MirroredStrategy(devices, shard=shard)
 
 
 def compiled(optimizer=None):

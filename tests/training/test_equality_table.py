@@ -28,5 +28,5 @@ def test_two_replicas_equal_one_device(index):
         pytest.skip(case.not_on[BACKEND])
     predicted = PREDICTED if case.name in PREDICTING else 0
     one = run(case, rows, None, predicted, eagerly=BACKEND == "tensorflow")
-    many = run(case, rows, mirrored(case, 2), predicted)
+    many = run(case, rows, mirrored(2), predicted)
     assert_equal(one, many, case.weights, case.logs, case.predictions)

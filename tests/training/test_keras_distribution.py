@@ -208,8 +208,7 @@ def test_orbax_checkpoint_continues_training(in_background, tmp_path):
 
     expected = use(None, tmp_path / "one")
     for replicas in 2, 3:
-        devices = [f"cpu:{index}" for index in range(replicas)]
-        strategy = ks.MirroredStrategy(devices, batch_statistics="global")
+        strategy = ks.MirroredStrategy([f"cpu:{index}" for index in range(replicas)])
         found = use(strategy, tmp_path / f"{replicas}")
         for a, b in zip(expected, found, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5)

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+import keras_strategy as ks
 from tests.equality.compare import largest, scope
 
 X = np.random.RandomState(7).randn(21, 4).astype("float32")
@@ -82,10 +83,11 @@ def test_distributions_are_reproducible(name, two):
     assert not np.array_equal(first, second)
 
 
-def test_unsynchronized_batch_normalization_statistics(mirrored):
+def test_local_batch_normalization_statistics():
     """The row-weighted mean of the replicas'; on JAX fit is one program."""
-    rows, replicas = 9, 4  # 3, 3, 3 and no rows
-    strategy = mirrored(replicas)
+    rows = 9  # 3, 3, 3 and no rows
+    devices = [f"cpu:{i}" for i in range(4)]
+    strategy = ks.MirroredStrategy(devices, batch_statistics="local")
     with strategy.scope():
         layer = keras.layers.BatchNormalization(momentum=0.0)
         model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
@@ -105,7 +107,7 @@ def test_unsynchronized_batch_normalization_statistics(mirrored):
             )
 
 
-def test_unsynchronized_statistics_are_saved(two, tmp_path):
+def test_batch_statistics_are_saved(two, tmp_path):
     def make():
         model = keras.Sequential(
             [

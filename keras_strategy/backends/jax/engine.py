@@ -48,7 +48,7 @@ _protocol.__array__ = raise_not_a_tensor
 
 class JaxEngine(Engine):
     name = "jax"
-    runs_globally = True
+    has_replicas_in_fit = False
     is_tensor: Any = staticmethod(keras.ops.is_tensor)
     static_int: Any = staticmethod(int)
     is_tracing: Any = staticmethod(in_program)

@@ -65,8 +65,6 @@ from keras_strategy.values import (
 class JaxReplica(Replica):
     """Implementation of `core.protocols.Replica` for all replicas of a program."""
 
-    has_global_statistics_in_fit = True  # as in the global program
-
     def __init__(
         self, strategy: Strategy, devices: tuple[str, ...], shards: LocalShards | None
     ):
@@ -263,8 +261,6 @@ class ThreadScope(ReplicaScope):
 
 
 class EagerReplica(ThreadReplica):
-    has_global_statistics_in_fit = True  # as in the global program
-
     def __init__(
         self,
         strategy: Strategy,

@@ -345,10 +345,12 @@ class TensorFlowReplica(Replica):
 
     def _differentiable_sum(self, tensor: Any) -> Any:
         sum_gradients = self._gradient_of_sum("gradient of all_reduce")
+        # In a training step, the shapes follow from the model.
+        verify = Verify.BEFORE if self.step.row_weight is None else Verify.INLINE
 
         @tf.custom_gradient
         def total(x):
-            return self._sum([x], "all_reduce")[0], sum_gradients
+            return self._sum([x], "all_reduce", verify)[0], sum_gradients
 
         return total(tensor)
 
@@ -361,7 +363,7 @@ class TensorFlowReplica(Replica):
         def sum_gradients(upstream):
             if weight is None:
                 return self._differentiable_sum(upstream)
-            total = self._sum([_weighted(upstream, weight)], name)[0]
+            total = self._sum([_weighted(upstream, weight)], name, Verify.INLINE)[0]
             return tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
 
         return sum_gradients

@@ -83,6 +83,10 @@ class TorchWorkers(WorkerCollectives):
         buffer = tensor.new_empty(tensor.numel() + CHECKSUM_TAIL)
         total = buffer[:-CHECKSUM_TAIL].copy_(tensor.reshape(-1))
         with self.track_operation(name):
+            # The number says which sum follows, also where layers repeat.
+            if self.replica is not None and self.replica.sums < 512:
+                self.replica.sums += 1
+                name = f"{name} {self.replica.sums}"
             same = self.verifier.sum_in_place(
                 _checksum(name, tensor, shape), buffer, [tensor.numel()]
             )

@@ -152,7 +152,6 @@ class _Unsupported:
 
 class _AnyReplica(_Unsupported):
     step = _Step()
-    has_global_statistics_in_fit = False
 
 
 class _AnyContext(_Unsupported):

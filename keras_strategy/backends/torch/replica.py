@@ -344,6 +344,7 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
         self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # True if a training step, which keeps no copies, has begun to update variables.
         self.is_partly_updated = False
+        self.sums = 0  # all-reduces of this run
 
     def make_scope(self) -> "InPlaceReplica":
         return self  # as the scope of a `merge_call`

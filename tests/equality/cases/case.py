@@ -30,7 +30,6 @@ class Case:
         predictions: The largest difference allowed in a prediction.
         not_on: The backends on which one device cannot do it, with the reason.
         policy: The global dtype policy.
-        batch_statistics: The argument of the strategy.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Case:
     predictions: float = LOGS
     not_on: dict[str, str] = field(default_factory=dict)
     policy: str = "float32"
-    batch_statistics: str | None = None
 
 
 def shipped(module: Any, base: type, without: set[str]) -> Iterator[type]:

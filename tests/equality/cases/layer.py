@@ -30,19 +30,14 @@ def cases() -> Iterator[Case]:
         ),
         data=models.steps,
     )
+    yield Case("BatchNormalization", lambda: compiled(mlp(layers.BatchNormalization)))
     yield Case(
-        "BatchNormalization, batch_statistics global",
-        lambda: compiled(mlp(layers.BatchNormalization)),
-        batch_statistics="global",
-    )
-    yield Case(
-        "BatchNormalization, batch_statistics global, with a mask",
+        "BatchNormalization, with a mask",
         lambda: compiled(models.masked_steps(layers.BatchNormalization)),
         data=models.steps,
-        batch_statistics="global",
     )
     yield Case(
-        "BatchNormalization twice, with renorm, batch_statistics global",
+        "BatchNormalization twice, with renorm",
         lambda: compiled(
             mlp(
                 lambda: layers.BatchNormalization(**models.RENORM),
@@ -50,12 +45,6 @@ def cases() -> Iterator[Case]:
                 lambda: layers.BatchNormalization(momentum=0.5),
             )
         ),
-        batch_statistics="global",
-    )
-    yield Case(
-        "BatchNormalization, not synchronized",
-        lambda: compiled(mlp(layers.BatchNormalization)),
-        not_on=_of_each_replica("the statistics are those"),
     )
     yield Case("LayerNormalization", lambda: compiled(mlp(layers.LayerNormalization)))
     yield Case(
@@ -148,10 +137,6 @@ class _SelfAttention(layers.Layer):
 
     def call(self, x):
         return self.attention(x, x)
-
-
-def _of_each_replica(what: str) -> dict[str, str]:
-    return {engine: f"{what} of each replica" for engine in ("torch", "tensorflow")}
 
 
 def _in_a_scope() -> bool:
