@@ -242,7 +242,9 @@ def read_settings(root: Any) -> list[tuple[Any, Any]]:
     for x in _walk([root]):
         named = vars(x) if _has_state(x) else x if isinstance(x, dict) else {}
         items = enumerate(x) if isinstance(x, list | tuple) else named.items()
-        found += [(key, value) for key, value in items if isinstance(value, _PLAIN)]
+        # Keras sets `training` of torch modules itself.
+        pairs = ((k, v) for k, v in items if k != "training" and isinstance(v, _PLAIN))
+        found += pairs
     return found
 
 

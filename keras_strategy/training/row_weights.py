@@ -25,7 +25,7 @@ import numpy as np
 from keras import ops, tree
 
 from keras_strategy.core import context
-from keras_strategy.core.protocols import Replica, Strategy
+from keras_strategy.core.protocols import Replica
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import Bounds
 from keras_strategy.devices import ReplicaTopology
@@ -69,16 +69,6 @@ WHOLE = "_ks_whole"
 def kinds_that_run_whole(model: Any) -> set[str]:
     """Return the kinds of a model's steps that run whole, which may be changed."""
     return vars(model).setdefault(WHOLE, set())
-
-
-def runs_once(strategy: Strategy) -> bool:
-    """Return True if one call of a step that runs whole serves all replicas."""
-    return strategy.extended.cluster is None and strategy.shard is None
-
-
-def whole_weights(local_replicas: Sequence[int]) -> list[float]:
-    """Return the weights of replicas that all compute all rows: 1 of the first."""
-    return [float(replica == 0) for replica in local_replicas]
 
 
 def where_has_rows(weight: Any, value: Any, otherwise: Any) -> Any:

@@ -16,15 +16,17 @@ from keras import ops, tree
 
 from keras_strategy.core.context import DryRun, distributed_replica
 from keras_strategy.core.registry import SUPPORTED, get_engine
-from keras_strategy.core.step_state import BatchRows, RowRange, StepState
+from keras_strategy.core.step_state import (
+    BatchRows,
+    RowRange,
+    StepState,
+    has_rows,
+    map_rows,
+)
 from keras_strategy.options import RunOptions, check_call
 from keras_strategy.training.random import BatchDimCache, settings
 from keras_strategy.training.reduction import is_float
-from keras_strategy.training.row_weights import (
-    apply_row_weight,
-    runs_once,
-    whole_weights,
-)
+from keras_strategy.training.row_weights import apply_row_weight
 from keras_strategy.training.variable_sync import is_sync_on_read, sync_state
 from keras_strategy.values import (
     DistributedValues,
@@ -218,34 +220,35 @@ def make_weighted_step(
 
 
 def run_whole(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function once, on the rows of all replicas, as one device does."""
-    rows = []
+    """Call a function on the rows of all replicas, as one device does."""
 
     def join(leaf):
         if not isinstance(leaf, DistributedValues):
             return leaf
-        if isinstance(leaf, Mirrored):
-            return leaf.values[0]
-        joined = strategy.gather(leaf, axis=0)
-        rows.append(joined.shape[0])
-        return joined
+        is_mirrored = isinstance(leaf, Mirrored)
+        return leaf.values[0] if is_mirrored else strategy.gather(leaf, axis=0)
 
-    args, kwargs = tree.map_structure(join, (tuple(args), dict(kwargs)))
-    if runs_once(strategy) or not get_engine().has_replicas_in_fit:
+    arguments = tree.map_structure(join, (tuple(args), dict(kwargs)))
+    is_one_process = strategy.extended.cluster is None and strategy.shard is None
+    if is_one_process or not get_engine().has_replicas_in_fit:
         with strategy.scope():
-            return strategy.extended.group.call_once(fn, args, kwargs)
-    # Every replica calls it, and only the first one's results count.
-    all_rows = RowRange(0, rows[0], rows[0]) if rows else None
+            return strategy.extended.group.call_once(fn, *arguments)
+    # Every replica calls it, as it has a shard or is in another process. The first one
+    # has all of the weight.
+    local = strategy.extended.topology.local_replicas
+    weights = [float(replica == 0) for replica in local]
+    # Keras's losses write to weights that have a mask.
+    copies = [arguments, *(map_rows(ops.copy, arguments) for _ in local[1:])]
+    rows = next((x.shape[0] for x in tree.flatten(arguments) if has_rows(x)), None)
     step = make_weighted_step(
         lambda data: fn(*data[0], **data[1]), False, list, lambda *check: None
     )
-    weights = whole_weights(strategy.extended.topology.local_replicas)
     outputs = strategy.run(
-        lambda weight: step((args, kwargs), weight, all_rows),
-        args=(PerReplica(weights),),
+        lambda data, weight: step(data, weight, rows and RowRange(0, rows, rows)),
+        args=(PerReplica(copies), PerReplica(weights)),
         options=RunOptions(compile=False),
     )
-    return select_replica(outputs, 0, len(weights))
+    return select_replica(outputs, 0, len(local))
 
 
 def _check_output_rows(

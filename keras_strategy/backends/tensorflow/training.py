@@ -36,12 +36,7 @@ from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import LocalRows, RowRange
 from keras_strategy.keras_patches.layers import all_layers, seed_generators
 from keras_strategy.training import train_step
-from keras_strategy.training.row_weights import (
-    kinds_that_run_whole,
-    local_bounds,
-    runs_once,
-    whole_weights,
-)
+from keras_strategy.training.row_weights import kinds_that_run_whole, local_bounds
 from keras_strategy.values import DistributedValues, PerReplica
 
 logger = logging.getLogger("keras_strategy")
@@ -56,7 +51,7 @@ class TrainingStrategy:
         group = strategy.extended.group
         assert isinstance(group, TensorFlowGroup)
         self._group: TensorFlowGroup = group
-        self._model, self._strategy, self._is_audit = model, strategy, is_audit
+        self._model, self._is_audit = model, is_audit
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group.native, name)
@@ -70,22 +65,19 @@ class TrainingStrategy:
         group, workers, model = self._group, self._group.workers, self._model
         kinds = {model.train_step: "train", model.test_step: "test"}
         kind = kinds.get(step, "predict")
-        is_whole = kind in kinds_that_run_whole(model) and not self._is_audit
-        if is_whole and runs_once(self._strategy):
-            return group.call_once(step, (_to_tensors(data),), {})
-        if is_whole:
-            shards, weights, row_ranges = _repeat_batch(data, group)
-        else:
-            shards, counts, total, row_ranges = _split_batch(data, group)
-            total = tf.cast(total, "float32")
-            weights = [tf.cast(count, "float32") / total for count in counts]
+        if kind in kinds_that_run_whole(model) and not self._is_audit:
+            rows = _to_tensors(getattr(data, "batch", data))
+            return train_step.run_whole(group.strategy, step, (rows,), {})
+        shards, counts, total, row_ranges = _split_batch(data, group)
+        total = tf.cast(total, "float32")
+        weights = [tf.cast(count, "float32") / total for count in counts]
         has_metrics = train_step.returns_only_metrics(model, kind)
         replica_step = train_step.make_weighted_step(
             step,
             has_metrics,
             functools.partial(all_layers, model),
             require,
-            rows_of_tensor if kind == "predict" and not is_whole else None,
+            rows_of_tensor if kind == "predict" else None,
         )
         outputs = group.call(
             replica_step,
@@ -110,8 +102,6 @@ class TrainingStrategy:
         def merge_rows(value):
             if not isinstance(value, DistributedValues):
                 return value
-            if is_whole:
-                return value.values[0]
             parts = [  # without stand-in rows
                 slice_rows(part, (0, tf.where(weight > 0, rows_of_tensor(part), 0)))
                 for part, weight in zip(value.values, weights, strict=True)
@@ -129,17 +119,6 @@ def _to_tensors(data: Any) -> Any:
     return tree.map_structure(
         lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), data
     )
-
-
-def _repeat_batch(
-    data: Any, group: TensorFlowGroup
-) -> tuple[list[Any], list[float], list[RowRange | None]]:
-    """Give each local replica all rows of a batch, and the first one all weight."""
-    data = _to_tensors(data.batch if isinstance(data, LocalRows) else data)
-    rows = common_rows([leaf for leaf in tree.flatten(data) if leaf is not None])
-    weights = whole_weights(group.topology.local_replicas)
-    replicas = len(weights)
-    return [data] * replicas, weights, [RowRange(0, rows, rows)] * replicas
 
 
 def _split_batch(

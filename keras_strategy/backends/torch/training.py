@@ -5,7 +5,6 @@ worker, reads them.
 """
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +27,8 @@ from keras_strategy.keras_patches.trainer import (
     reads_logs,
 )
 from keras_strategy.training import train_step as rules
-from keras_strategy.training.row_weights import local_bounds, runs_once, whole_weights
-from keras_strategy.training.train_step import count_array_rows, count_rows
+from keras_strategy.training.row_weights import local_bounds
+from keras_strategy.training.train_step import count_array_rows
 from keras_strategy.values import (
     PerReplica,
     is_numeric_array,
@@ -64,7 +63,7 @@ class BatchFunction:
         self._model, self._kind, self._strategy = model, kind, strategy
         self._group = strategy.extended.group
         self._returns_metrics = rules.returns_only_metrics(model, kind)
-        step = getattr(model, f"{kind}_step")
+        self._keras_step = step = getattr(model, f"{kind}_step")
         self._compiled: Any = contextlib.nullcontext()
         if model.jit_compile and not model.run_eagerly:
             if strategy.shard == "parameters":
@@ -77,15 +76,13 @@ class BatchFunction:
             training = kind == "train" if is_known else None
             self._compiled = CompiledModel(model, strategy, training)
             step = self._compiled.step or step
-        make_weighted_step = functools.partial(
-            rules.make_weighted_step,
-            logs_are_metrics=self._returns_metrics,
-            layers=lambda: all_layers(model),
-            require=_check,
+        self._weighted_step = rules.make_weighted_step(
+            step,
+            self._returns_metrics,
+            lambda: all_layers(model),
+            _check,
+            (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
         )
-        count_rows = (lambda tensor: tensor.shape[0]) if kind == "predict" else None
-        self._weighted_step = make_weighted_step(step, rows_to_predict=count_rows)
-        self._weighted_whole_step = make_weighted_step(getattr(model, f"{kind}_step"))
         # Nothing of the user's follows `optimizer.apply`, except for metrics.
         is_regular = self._returns_metrics and _exchanges_alike(model, strategy)
         self._step = KerasStep(self._call) if is_regular else self._call
@@ -130,25 +127,13 @@ class BatchFunction:
 
     def _run_whole(self, batch: Any) -> Any:
         """Run the step on all rows of a global batch at once."""
-        strategy, kind = self._strategy, self._kind
-        batch = with_all_rows(batch, strategy)
-        with torch.set_grad_enabled(kind == "train"):
-            if not runs_once(strategy):
-                args = (PerReplica(_repeat(_arrays_of(batch), strategy)),)
-                outputs = strategy.run(self._call_whole, args)
-                outputs = select_replica(outputs, 0, len(self._group.devices))
-            else:
-                step = getattr(self._model, f"{kind}_step")
-                outputs = self._group.call_once(step, (_arrays_of(batch),), {})
-        if kind == "predict":
-            rows = own_rows(batch, strategy)
-            return tree.map_structure(lambda value: value[rows], outputs)
-        is_merged = runs_once(strategy) or not self._returns_metrics
-        return outputs if is_merged else self._model.get_metrics_result()
-
-    def _call_whole(self, local: "_LocalBatch") -> Any:
-        data = self._group.arrays_to_tensors(local.data)
-        return self._weighted_whole_step(data, local.weight, local.rows)
+        batch, step = with_all_rows(batch, self._strategy), self._keras_step
+        with torch.set_grad_enabled(self._kind == "train"):
+            outputs = rules.run_whole(self._strategy, step, (_arrays_of(batch),), {})
+        if self._kind != "predict":
+            return outputs
+        rows = own_rows(batch, self._strategy)
+        return tree.map_structure(lambda value: value[rows], outputs)
 
     def _call(self, local: "_LocalBatch") -> Any:
         data = local.data
@@ -242,21 +227,6 @@ class _LocalBatch:
     weight: float
     rows: RowRange
     has_arrays: bool  # some of the data are NumPy arrays
-
-
-def _repeat(batch: Any, strategy: Any) -> list[_LocalBatch]:
-    """Give each local replica all rows of a batch, and the first replica all weight."""
-    rows, local = count_rows(batch), strategy.extended.topology.local_replicas
-    return [
-        # Each with autograd's version counter of its own, see `_split`.
-        _LocalBatch(
-            map_leaves(lambda x: x.data if isinstance(x, torch.Tensor) else x, batch),
-            weight,
-            RowRange(0, rows, rows),
-            has_arrays=True,
-        )
-        for weight in whole_weights(local)
-    ]
 
 
 def _split(batch: Any, strategy: Any) -> list[_LocalBatch]:
