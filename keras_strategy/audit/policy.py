@@ -22,11 +22,13 @@ from keras import tree
 
 from keras_strategy.audit.comparison import host_copy
 from keras_strategy.audit.report import AuditReport
-from keras_strategy.audit.snapshot import find_user_code, read_settings
+from keras_strategy.audit.snapshot import find_objects, find_user_code, read_settings
 from keras_strategy.audit.step import ROWS_PER_REPLICA, StepAudit
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import LocalRows, map_rows
 from keras_strategy.errors import logger
+from keras_strategy.keras_patches.layers import all_layers
+from keras_strategy.keras_patches.random import compute_on_all_rows
 from keras_strategy.keras_patches.trainer import build_for_step, first_callbacks
 from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.training.callbacks import LogFreeCallback
@@ -35,12 +37,16 @@ from keras_strategy.values import DistributedValues, PerReplica
 
 # Some differences need more rows than the first ones, such as a maximum over rows.
 MORE_ROWS_PER_REPLICA = 16
+# Most parts of a model that may compute on gathered rows, before its step runs whole.
+MAX_GATHERING_PARTS = 4
 # Most bytes of sharded weights that the first step's audit brings together.
 MAX_SHARDED_BYTES = 256 << 20
 
 MODES = ("exact", "warn", "raise", "off")
 # Set by `config.audit`.
 mode = "exact"
+# Keras's layers that mix the rows of a batch.
+_ROW_MIXERS = keras.layers.MixUp, keras.layers.CutMix, keras.layers.Equalization
 # Names of a model's steps, by kind.
 STEPS = {"train": "training", "test": "evaluation", "predict": "prediction"}
 
@@ -186,7 +192,8 @@ class RowPolicy:
     ):
         self._model, self._kind, self._strategy = model, kind, strategy
         self._scope = scope
-        self.runs_whole = False
+        # True if the step runs whole; if the last audit has changed how it runs.
+        self.runs_whole = self.has_changed = False
         # True if the next step need not ask `is_due`.
         self.is_done = strategy.num_replicas_in_sync == 1
         self._is_first = True
@@ -199,12 +206,17 @@ class RowPolicy:
         if self.runs_whole or mode == "off" or self._is_too_large():
             self.is_done = True
         elif self._is_first:
+            for layer in all_layers(self._model):
+                if type(layer) in _ROW_MIXERS:
+                    compute_on_all_rows(layer)
             self.is_done = find_user_code([self._model]) is None
             if not self.is_done:
                 vars(self._model).setdefault(_POLICIES, {})[self._kind] = self
         else:
             cluster = self._strategy.extended.cluster
-            due = self._is_power_of_two or self._settings != read_settings(self._model)
+            due = self._is_power_of_two or self._settings != read_settings(
+                [self._model]
+            )
             if cluster is not None:
                 due = any(cluster.exchange("audit: settings", due))
             self.is_done = not due
@@ -221,7 +233,7 @@ class RowPolicy:
     def end_epoch(self) -> None:
         """Note the settings of the model, which callbacks may change next."""
         if not self.runs_whole:
-            self._settings = read_settings(self._model)
+            self._settings = read_settings([self._model])
 
     def _is_too_large(self) -> bool:
         """Return True for a sharded model that an audit would have to gather."""
@@ -235,8 +247,30 @@ class RowPolicy:
         )
         return True
 
+    def _gather_rows(self, report: AuditReport, batch: Any) -> str:
+        """Let parts that differ compute on all rows; return their names if it helps."""
+        undo, places, cluster = [], [], self._strategy.extended.cluster
+        parts = find_objects([self._model])
+        while len(undo) < MAX_GATHERING_PARTS and not self._model.jit_compile:
+            index = next((i for i, x in enumerate(parts) if x is report.part), None)
+            if cluster is not None:  # only some workers may have found it
+                found = cluster.exchange("audit: part", (index, report.place))
+                index, report.place = next((x for x in found if x[0]), (None, ""))
+            if index is None or report.place in places:
+                break
+            places.append(report.place)
+            undo.append(compute_on_all_rows(parts[index]))
+            with self._scope():
+                report = audit_batch(self._model, self._kind, self._strategy, batch)
+            if not report.differs:
+                return " and ".join(places)
+        for restore in reversed(undo):
+            restore()
+        return ""
+
     def audit(self, batch: Any) -> None:
         """Audit the step on a global batch, or a worker's rows of it, and decide."""
+        self.has_changed = False
         is_first, self._is_first = self._is_first, False
         if is_first and not build_for_step(self._model, self._kind, batch):
             return  # the first step builds layers
@@ -252,13 +286,21 @@ class RowPolicy:
         if mode == "raise":
             raise RuntimeError(text)
         if mode == "exact":
-            self.runs_whole = True
-            kinds_that_run_whole(self._model).add(self._kind)
-            text = (
-                f"{text} Until then the step runs whole: all rows of a batch at once, "
-                "as on one device and as fast as one, so the results are exact. See "
-                "'Steps that run whole' in the documentation."
-            )
+            self.has_changed = True
+            gathered = self._gather_rows(report, batch)
+            if gathered:
+                text = (
+                    f"{report.message} Now {gathered} computes on the rows of all "
+                    "replicas, on each of them, and the results are exact."
+                )
+            else:
+                self.runs_whole = True
+                kinds_that_run_whole(self._model).add(self._kind)
+                text = (
+                    f"{text} Until then the step runs whole: all rows of a batch at "
+                    "once, as on one device and as fast as one, so the results are "
+                    "exact. See 'Steps that run whole' in the documentation."
+                )
         if cluster is None or cluster.is_chief:
             logger.warning(text)
 

@@ -115,6 +115,8 @@ class AuditReport:
     place: str = ""
     cause: str = ""
     failure: str = ""
+    # The layer, operation or loss whose own result differs, if one was found.
+    part: Any = field(default=None, repr=False)
 
     @property
     def differs(self) -> bool:

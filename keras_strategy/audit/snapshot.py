@@ -58,6 +58,8 @@ _ELEMENTWISE = frozenset(
 )
 # Keras's layers that call code of the user's.
 _WRAPPERS = {"Lambda", "TorchModuleWrapper", "TFSMLayer", "JaxLayer", "FlaxLayer"}
+# Keras's layers that draw from generators which replicas share.
+_WRAPPERS |= {"AugMix", "RandomElasticTransform"}
 
 
 class Snapshot:
@@ -236,12 +238,12 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.all((a == b) | ((a != a) & (b != b))))
 
 
-def read_settings(root: Any) -> list[tuple[Any, Any]]:
+def read_settings(roots: list[Any]) -> list[tuple[Any, Any]]:
     """Return the plain values of attributes and containers that can be reached."""
     found: list[tuple[Any, Any]] = []
-    for x in _walk([root]):
+    for x in _walk(roots):
         named = vars(x) if _has_state(x) else x if isinstance(x, dict) else {}
-        items = enumerate(x) if isinstance(x, list | tuple) else named.items()
+        items = enumerate(x) if isinstance(x, list | tuple | deque) else named.items()
         # Keras sets `training` of torch modules itself.
         pairs = ((k, v) for k, v in items if k != "training" and isinstance(v, _PLAIN))
         found += pairs

@@ -21,7 +21,12 @@ import numpy as np
 from keras_strategy.audit import comparison
 from keras_strategy.audit.comparison import CallRecorder, host_copy
 from keras_strategy.audit.report import AuditReport, ComparedValue
-from keras_strategy.audit.snapshot import Snapshot, find_user_code, is_keras
+from keras_strategy.audit.snapshot import (
+    Snapshot,
+    find_user_code,
+    is_keras,
+    read_settings,
+)
 from keras_strategy.core.registry import get_engine, preserve_random_states
 from keras_strategy.core.step_state import (
     override,
@@ -33,6 +38,7 @@ from keras_strategy.keras_patches.layers import compute_in_float32
 from keras_strategy.keras_patches.random import global_generator, set_global_generator
 from keras_strategy.options import GLOBAL
 from keras_strategy.training.random import settings
+from keras_strategy.training.variable_sync import is_sync_on_read
 
 # Rows for each replica; one more makes them uneven.
 ROWS_PER_REPLICA = 3
@@ -64,6 +70,7 @@ class StepAudit:
         roots: Sequence[Any],
     ):
         self._strategy, self._kind, self._model = strategy, kind, model
+        self._roots = list(roots)
         self._on_replicas, self._on_device = on_replicas, on_device
         # Unseeded draws must be equal in both steps.
         self._callers_generator = global_generator()
@@ -125,21 +132,43 @@ class StepAudit:
                 recorder.installed(self._model, snapshot.objects),
             ):
                 set_global_generator(self._generator)
+                if step is self.on_own_rows:
+                    self._run_without_collectives(step)
+                    return _Result(recorder, {}, [], [])
                 if step is not self._on_replicas:
                     if adapter.records_steps:
                         step = override(thread_recording, "recorder", recorder)(step)
                     result = adapter.run_on_device(strategy, step, snapshot.variables)
                     outputs, values = result
                     values = snapshot.values() if values is None else values
-                    return _Result(recorder, outputs, values, [])
+                    plain = read_settings(self._roots)
+                    return _Result(recorder, outputs, values, [], plain)
                 recording = recording_replicas(strategy, recorder)
                 with recording if adapter.records_steps else contextlib.nullcontext():
                     outputs = step()
-                differing = snapshot.differing_components()
-                return _Result(recorder, outputs, snapshot.values(), differing)
+                return _Result(
+                    recorder,
+                    outputs,
+                    snapshot.values(),
+                    snapshot.differing_components(),
+                    read_settings(self._roots),
+                )
         finally:
             set_global_generator(self._callers_generator)
             snapshot.restore()
+
+    def _run_without_collectives(self, step: Step) -> None:
+        """Run one device's step on rows that differ between workers."""
+        group, variables = self._strategy.extended.group, self._snapshot.variables
+        local = [(v, group.components(v)[0]) for v in variables if is_sync_on_read(v)]
+
+        def run():
+            with keras.StatelessScope(state_mapping=local):
+                return step()
+
+        if get_engine().audit.records_steps:
+            run = override(thread_recording, "recorder", CallRecorder())(run)
+        get_engine().audit.run_on_device(self._strategy, run, variables)
 
     def _compare(self, replicas: "_Result", device: "_Result") -> list[ComparedValue]:
         variables = self._snapshot.variables
@@ -159,6 +188,9 @@ class StepAudit:
             ),
             *comparison.compare_outputs(self._kind, replicas.outputs, device.outputs),
         ]
+        if replicas.plain != device.plain:
+            name = "what the step leaves in Python objects"
+            values.append(ComparedValue("state", name, math.inf, tolerance))
         return _tolerate_half(values) if self._is_half else values
 
     def _widen_by_rounding(self, report: AuditReport, device: "_Result") -> None:
@@ -236,6 +268,7 @@ class StepAudit:
                 report.place, report.cause = f"the weights of {callee}", "state"
             else:
                 report.place, report.cause = callee, "call"
+                report.part = call.callee
         reseeded = self._run_reseeded() if self._agree(call is not None) else None
         if call is not None:
             if reseeded and _draws_by_itself(call, device, reseeded):
@@ -295,6 +328,7 @@ class _Result(NamedTuple):
     outputs: dict[str, Any]
     state: list[Any]
     differing: list[Any]  # mirrored variables whose components differ
+    plain: Any = None  # plain values that it left in Python objects
 
 
 def _draws_by_itself(call: Any, device: _Result, reseeded: _Result) -> bool:

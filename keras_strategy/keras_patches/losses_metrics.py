@@ -29,7 +29,7 @@ keras_compiled = find_module(
 
 
 # The attribute of a loss that is computed on the gathered global batch.
-_NEEDS_ALL_ROWS = "_ks_needs_all_rows"
+NEEDS_ALL_ROWS = "_ks_needs_all_rows"
 _CALL = "(self, y_true, y_pred, sample_weight=None)"
 
 
@@ -46,9 +46,9 @@ def _call(original, replica, self, y_true, y_pred, sample_weight=None):
         true, pred = tree.map_structure(
             lambda x: ops.convert_to_tensor(x, dtype=self.dtype), (y_true, y_pred)
         )
-        if is_in_step and _NEEDS_ALL_ROWS not in vars(self):
-            vars(self)[_NEEDS_ALL_ROWS] = _needs_all_rows(self, true, pred)
-        if not (is_in_step and vars(self)[_NEEDS_ALL_ROWS]):
+        if is_in_step and NEEDS_ALL_ROWS not in vars(self):
+            vars(self)[NEEDS_ALL_ROWS] = _needs_all_rows(self, true, pred)
+        if not (is_in_step and vars(self)[NEEDS_ALL_ROWS]):
             values = self.call(true, pred)
             # It may return rows for one output and a scalar for another.
             if len(ops.shape(values)) > 0 or not is_in_step:

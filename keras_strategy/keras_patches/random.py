@@ -10,7 +10,6 @@ layer that has rows as inputs. Other draws in `run` are independent per replica.
 import contextlib
 import functools
 import inspect
-import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +22,16 @@ from keras_strategy.core import context
 from keras_strategy.core.context import DryRun, dry_run_scope
 from keras_strategy.core.protocols import Replica
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.step_state import RowRange, has_rows
+from keras_strategy.core.step_state import RowRange, has_rows, map_rows
 from keras_strategy.errors import logger
 from keras_strategy.keras_patches.layers import is_purely_keras
+from keras_strategy.keras_patches.losses_metrics import NEEDS_ALL_ROWS
 from keras_strategy.keras_patches.patch import (
     find_module,
     global_state,
     hook,
     in_replica_or_dry_run,
+    in_step,
     multi_replica_only,
 )
 from keras_strategy.training import variable_sync
@@ -43,7 +44,6 @@ from keras_strategy.training.random import (
     local_slice,
 )
 from keras_strategy.training.random import settings as random_settings
-from keras_strategy.training.row_weights import gather_global_batch
 
 keras_seeds = find_module(
     "draw_seed global_seed_generator", "keras.src.random.seed_generator"
@@ -338,87 +338,43 @@ def _find_batch_dim(
     return cache.batch_dim(drawn, count, rows, step.dry_run)
 
 
-keras_image = find_module(
-    "elastic_transform", f"{_BACKEND}.image", f"{_BACKEND}.ops.image"
-)
-_CALL = "(self, data, training=True)"
+def compute_on_all_rows(part: Any) -> Callable[[], None]:
+    """Let a layer, operation or loss compute on gathered rows; return its undoing."""
+    # In the steps of `fit`, `evaluate` and `predict`, on each replica.
+    attributes = vars(part)
+    name, value = "call", functools.partial(_call_on_all_rows, part)
+    if isinstance(part, keras.losses.Loss):
+        name, value = NEEDS_ALL_ROWS, True
+    before = dict(attributes)
+    attributes[name] = value
+
+    def undo():
+        attributes.pop(name)
+        if name in before:
+            attributes[name] = before[name]
+
+    return undo
 
 
-@hook(keras.layers.MixUp, "call", _CALL, when=draws_for_local_rows)
-@hook(keras.layers.CutMix, "call", _CALL, when=draws_for_local_rows)
-def _mix_rows(original, replica, self, data, training=True):
-    """Mix rows with the gathered rows of all replicas."""
-    images = data["images"] if isinstance(data, dict) else data
-    if isinstance(replica, DryRun) or len(ops.shape(images)) < 4:
-        return original(self, data, training=training)
-    if not training:
-        with identical_draws(replica):  # the result is unused
-            return original(self, data, training=training)
-    data = gather_global_batch(replica, data)
+def _call_on_all_rows(part: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer with the rows of all replicas, and return this replica's rows."""
+    call, replica = functools.partial(type(part).call, part), in_step()
+    if replica is None or replica.step.rows is None:
+        return call(*args, **kwargs)
+    rows = replica.step.rows
+    gather = functools.partial(context.gather_rows, replica, axis=0)
+    args, kwargs = map_rows(gather, (args, kwargs))
     with identical_draws(replica):
-        return _local_slices(replica, original(self, data, training=training))
+        outputs = call(*args, **kwargs)
 
+    total = get_engine().static_int(rows.total)
 
-@hook(keras.layers.AugMix, "call", _CALL, when=draws_for_local_rows)
-def _aug_mix(original, replica, self, data, training=True):
-    """Apply the same augmentation chains on all replicas, to the gathered rows."""
-    # Python's `random` selects the chains: each replica starts and ends with the state
-    # of one device.
-    images = data["images"] if isinstance(data, dict) else data
-    if isinstance(replica, DryRun) or not training or len(ops.shape(images)) < 4:
-        return original(self, data, training=training)
-    restore_state = replica.merge_call(
-        lambda strategy: functools.partial(random.setstate, random.getstate()), (), {}
-    )
-    data = gather_global_batch(replica, data)
-    restore_state()
-    with identical_draws(replica):
-        return _local_slices(replica, original(self, data, training=training))
+    def take(x):
+        # A result such as a mean over rows has none.
+        has_all = x.shape[0] is None or x.shape[0] == total
+        return local_slice(x, BatchDim(0), rows) if has_all else x
 
-
-@hook(
-    keras.layers.Equalization,
-    "transform_images",
-    "(self, images, transformation, training=True)",
-    when=draws_for_local_rows,
-)
-def _equalize(original, replica, self, images, *args, **kwargs):
-    """Compute one histogram from all rows."""
-    if isinstance(replica, DryRun) or len(ops.shape(images)) < 4:
-        return original(self, images, *args, **kwargs)
-    images = gather_global_batch(replica, images)
-    return _local_slices(replica, original(self, images, *args, **kwargs))
-
-
-@hook(
-    keras_image,
-    "elastic_transform",
-    ("images",),
-    when=draws_for_local_rows,
-    owner_name="keras.ops.image",
-)
-def _elastic_transform(original, replica, images, *args, **kwargs):
-    """Draw one device's displacements: torch uses the process's generator here."""
-    images = ops.convert_to_tensor(images)
-    if isinstance(replica, DryRun) or len(images.shape) < 4:
-        return original(images, *args, **kwargs)
-    images = gather_global_batch(replica, images)
-    with identical_draws(replica):
-        transformed = replica.draw_once(
-            "elastic_transform",
-            lambda: original(images, *args, **kwargs),
-            lambda: None,  # only the other backends draw a seed
-        )
-    if transformed.shape[0] == 1:
-        # Keras returns one row if TensorFlow does not know the batch size.
-        return transformed
-    return _local_slices(replica, transformed)
-
-
-def _local_slices(replica: Any, structure: Any) -> Any:
-    return tree.map_structure(
-        lambda x: local_slice(x, BatchDim(0), replica.step.rows), structure
-    )
+    return map_rows(take, outputs)
 
 
 # The frame of a layer call has the arguments as Keras completed them.

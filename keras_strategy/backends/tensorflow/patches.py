@@ -47,6 +47,7 @@ from keras_strategy.keras_patches.patch import (
     in_step,
     model_hook,
     model_on_replicas,
+    multi_replica_only,
 )
 from keras_strategy.keras_patches.random import keras_seeds
 from keras_strategy.training.ownership import check_owner, strategy_of_variable
@@ -421,8 +422,19 @@ if hasattr(Optimizer, "_backend_maybe_overwrite_model_variables"):
     _BACKEND_NEUTRAL["_backend_maybe_overwrite_model_variables"] = (
         "(self, trainable_variables)"
     )
+
+
+@multi_replica_only
+def _on_replicas(optimizer: Any) -> Any:
+    """Return the strategy of several replicas that an optimizer is used with."""
+    # A step that runs whole is in no scope.
+    owner = strategy_of_variable(getattr(optimizer, "iterations", optimizer))
+    is_single = owner is None or owner.num_replicas_in_sync == 1
+    return in_distributed_scope() if is_single else owner
+
+
 for _name, _signature in _BACKEND_NEUTRAL.items():
-    hook(Optimizer, _name, _signature, when=in_distributed_scope)(_backend_neutral)
+    hook(Optimizer, _name, _signature, when=_on_replicas)(_backend_neutral)
 
 
 @hook(

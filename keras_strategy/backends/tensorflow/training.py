@@ -283,7 +283,7 @@ def audit_first_call(
             if first:
                 policy.audit(remove_optionals(first[0]))
             batches = _make_iterator(first, batches)
-        if policy.runs_whole and is_traced:  # it splits rows
+        if policy.has_changed and is_traced:
             getattr(model, f"make_{kind}_function")(force=True)
             return getattr(model, attribute)(batches)
         if policy.is_done and getattr(model, attribute) is this():
