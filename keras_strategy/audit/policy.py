@@ -46,7 +46,10 @@ MODES = ("exact", "warn", "raise", "off")
 # Set by `config.audit`.
 mode = "exact"
 # Keras's layers that mix the rows of a batch.
-_ROW_MIXERS = keras.layers.MixUp, keras.layers.CutMix, keras.layers.Equalization
+_ROW_MIXERS = (
+    *(keras.layers.MixUp, keras.layers.CutMix),
+    *(keras.layers.Equalization, keras.layers.RandAugment),
+)
 # Names of a model's steps, by kind.
 STEPS = {"train": "training", "test": "evaluation", "predict": "prediction"}
 

@@ -244,9 +244,12 @@ def read_settings(roots: list[Any]) -> list[tuple[Any, Any]]:
     for x in _walk(roots):
         named = vars(x) if _has_state(x) else x if isinstance(x, dict) else {}
         items = enumerate(x) if isinstance(x, list | tuple | deque) else named.items()
-        # Keras sets `training` of torch modules itself.
-        pairs = ((k, v) for k, v in items if k != "training" and isinstance(v, _PLAIN))
-        found += pairs
+        found += [
+            (key, value)
+            for key, value in items
+            # Keras sets `training` of torch modules, this library names that begin so.
+            if isinstance(value, _PLAIN) and not re.match("training$|_ks_", str(key))
+        ]
     return found
 
 

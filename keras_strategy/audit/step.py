@@ -159,16 +159,19 @@ class StepAudit:
 
     def _run_without_collectives(self, step: Step) -> None:
         """Run one device's step on rows that differ between workers."""
-        group, variables = self._strategy.extended.group, self._snapshot.variables
-        local = [(v, group.components(v)[0]) for v in variables if is_sync_on_read(v)]
+        adapter, variables = get_engine().audit, self._snapshot.variables
+        if not adapter.records_steps:  # it reads only values that it has got before
+            adapter.run_on_device(self._strategy, step, variables)
+            return
+        components = self._strategy.extended.group.components
+        local = [(v, components(v)[0]) for v in variables if is_sync_on_read(v)]
 
         def run():
             with keras.StatelessScope(state_mapping=local):
                 return step()
 
-        if get_engine().audit.records_steps:
-            run = override(thread_recording, "recorder", CallRecorder())(run)
-        get_engine().audit.run_on_device(self._strategy, run, variables)
+        run = override(thread_recording, "recorder", CallRecorder())(run)
+        adapter.run_on_device(self._strategy, run, variables)
 
     def _compare(self, replicas: "_Result", device: "_Result") -> list[ComparedValue]:
         variables = self._snapshot.variables
