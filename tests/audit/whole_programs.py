@@ -42,7 +42,7 @@ class Halves(keras.Sequential):
 
     def compute_loss(self, x, y, y_pred, sample_weight, training=True):
         first, second = ops.split(y_pred, 2, axis=0)
-        return ops.mean(ops.square(first - second - 0.5))
+        return ops.mean(ops.square(first * second - 0.5))
 
 
 class HardestRows(keras.Sequential):
@@ -140,7 +140,7 @@ class RareBranch(layers.Layer):
 
 
 def rare_branch():
-    """Its gradients may be missing, so that Adam is not used."""
+    """Without Adam, which scales the rounding of gradients near zero up."""
     model = keras.Sequential([keras.Input((4,)), RareBranch(), layers.Dense(1)])
     return models.compiled(model, keras.optimizers.SGD(0.1), run_eagerly=True)
 
@@ -180,8 +180,8 @@ class DataDependentShift(layers.Layer):
 
     def call(self, x, training=False):
         if training:
-            mean = ops.mean(x, axis=0)
-            self.shift.assign(ops.where(self.is_set > 0, self.shift, mean))
+            shift, mean = ops.convert_to_tensor(self.shift), ops.mean(x, axis=0)
+            self.shift.assign(ops.where(self.is_set > 0, shift, mean))
             self.is_set.assign(1.0)
         return x - self.shift
 
@@ -235,7 +235,7 @@ def dense(cls=keras.Sequential):
 
 
 def accumulating():
-    # Of a gradient accumulator nothing is applied in every other step.
+    # Adam would change weights in the steps that apply gradients of zero.
     return models.compiled(dense(Accumulating).make_state(), keras.optimizers.SGD(0.1))
 
 
