@@ -8,8 +8,8 @@ backend if that is not slow. Keys of `KEPT` are the beginnings of node ids witho
 KEPT = {
     # Long tables.
     "training/test_equality_table.py::": 6,
-    "audit/test_first_step.py::test_non_mean_gradients_warn": 2,
-    "audit/test_first_step.py::test_row_dependence_warns": 4,
+    "audit/test_first_step.py::test_custom_train_step_equals_one_device": 2,
+    "audit/test_first_step.py::test_first_step_warns_and_equals_one_device": 4,
     "training/test_input_kinds.py::test_fit_evaluate_and_predict": 7,
     "training/test_sharding.py::test_equality_table_with_sharding": 0,
     # Programs of other authors, of the documentation and of the examples.
@@ -85,9 +85,9 @@ KEPT = {
     "training/test_keras_distribution.py::test_active_distribution_is_refused": 3,
     "training/test_keras_distribution.py::test_orbax_checkpoint_continues_training": 1,
     "training/test_keras_distribution.py::test_saved_models_load_on_the_other_side": 1,
-    "audit/test_first_step.py::test_loss_using_sample_weights_warns": 1,
-    "audit/test_first_step.py::test_test_step_is_checked": 2,
-    "audit/test_first_step.py::test_trial_collects_no_losses": 1,
+    "audit/test_first_step.py::test_loss_using_sample_weights_equals_one_device": 1,
+    "audit/test_first_step.py::test_custom_test_step_equals_one_device": 2,
+    "audit/test_first_step.py::test_audit_collects_no_losses": 1,
     "test_imports.py::test_model_outside_scopes_is_unaffected": 1,
     "test_imports.py::test_no_other_backend_is_imported": 1,
     "training/test_bad_input.py::test_same_result_as_one_device": 5,
@@ -213,10 +213,10 @@ ON_ONE: dict[str, list[str]] = {
         "training/test_wrapped_functions.py::test_wrapper_is_called_for_each_batch",
     ],
     "torch": [
-        "audit/test_first_step.py::test_row_comparing_predictions_and_python_metrics_warn",
-        "audit/test_first_step.py::test_row_dependence_warns",
-        "audit/test_first_step.py::test_test_step_is_checked",
-        "audit/test_first_step.py::test_trial_collects_no_losses",
+        "audit/test_first_step.py::test_each_function_warns_once",
+        "audit/test_first_step.py::test_first_step_warns_and_equals_one_device",
+        "audit/test_first_step.py::test_custom_test_step_equals_one_device",
+        "audit/test_first_step.py::test_audit_collects_no_losses",
         "audit/test_verify.py::test_place_of_difference",
         "audit/test_verify.py::test_rounding_of_half_precision",
         "audit/test_verify.py::test_run_is_compared",
@@ -307,7 +307,7 @@ ON_ONE: dict[str, list[str]] = {
         "training/test_state_between_fits.py::test_changes_between_fits",
     ],
     "tensorflow": [
-        "audit/test_first_step.py::test_non_mean_gradients_warn",
+        "audit/test_first_step.py::test_custom_train_step_equals_one_device",
         "audit/test_verify.py::test_equal_step_and_its_table",
         "backends/test_interrupt.py::test_ctrl_c_ends_a_waiting_run",
         "data/test_prefetch.py::test_epoch_order_is_independent_of_prefetch",

@@ -1,0 +1,132 @@
+"""Steps that cannot be split by rows: they run whole and equal one device's."""
+
+import functools
+
+import keras
+import pytest
+from keras import layers
+
+import keras_strategy as ks
+from keras_strategy.audit.policy import kinds_that_run_whole
+from tests.audit.whole_programs import (
+    PROGRAMS,
+    Centering,
+    X,
+    Y,
+    compare_rows,
+    with_layer,
+)
+from tests.equality import models
+from tests.equality.compare import assert_equal, largest, scope, train
+from tests.training.shared import alone, logged
+
+BACKEND = keras.backend.backend()
+
+
+def audit_warnings(caplog):
+    return [message for message in logged(caplog) if "runs whole" in message]
+
+
+def check(name, strategy, virtual=False):
+    """Assert that a program equals one device's, and that its steps run whole."""
+    program = PROGRAMS[name]
+    if BACKEND == "jax" and not program.is_traceable:
+        pytest.skip("one program, which is traced once")
+    one_device = alone if program.is_eager else functools.partial(train, None)
+    one = one_device(program.make, **program.arguments)
+    many = train(strategy, program.make, **program.arguments)
+    assert_equal(one, many)
+    kinds = set(program.kinds.split()) if virtual else program.whole_kinds
+    assert kinds_that_run_whole(many.model) == kinds
+    return kinds
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_equals_one_device(name, replicas, mirrored, caplog):
+    kinds = check(name, mirrored(replicas))
+    assert len(audit_warnings(caplog)) == len(kinds)
+
+
+def test_batch_of_one_row_per_replica(replicas, mirrored):
+    make = with_layer(Centering)
+    options = {"batch_size": replicas, "epochs": 1, "predicted": replicas}
+    x, y = X[: 2 * replicas + 1], Y[: 2 * replicas + 1]
+    assert_equal(
+        alone(make, x, y, **options), train(mirrored(replicas), make, x, y, **options)
+    )
+
+
+def test_evaluate_and_predict_without_training(mirrored, caplog):
+    found = []
+    for strategy in (None, mirrored(3)):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = models.compiled(models.mlp(Centering), metrics=["mae"])
+        evaluated = model.evaluate(X, Y, batch_size=8, verbose=0)
+        found.append([*evaluated, model.predict(X, batch_size=8, verbose=0)])
+    assert largest(*found) < 1e-5
+    expected = set() if BACKEND == "jax" else {"test", "predict"}
+    assert kinds_that_run_whole(model) == expected
+    assert len(audit_warnings(caplog)) == len(expected)
+
+
+def test_validation_in_fit_equals_one_device(mirrored):
+    make, options = with_layer(Centering), {"predicted": 0}
+    options["validation_data"] = X[:11] + 1, Y[:11]
+    one, many = (train(s, make, X, Y, **options) for s in (None, mirrored(3)))
+    assert_equal(one, many)
+    expected = set() if BACKEND == "jax" else {"train", "test"}
+    assert kinds_that_run_whole(many.model) == expected
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="not available there")
+@pytest.mark.parametrize("name", ["group deviation", "halves"])
+def test_virtual_replicas_equal_one_device(name):
+    devices = ["cpu:0", "cpu:1"]
+    check(name, ks.MirroredStrategy(devices, virtual_replicas=4), virtual=True)
+
+
+@pytest.mark.parametrize("name", ["halves", "unused layer"])
+def test_sharded_optimizer_equals_one_device(name):
+    check(name, ks.MirroredStrategy(["cpu:0", "cpu:1"], shard="optimizer"))
+
+
+def test_central_storage_equals_one_device():
+    central = ks.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:2")
+    check("centers", central)
+
+
+def test_compile_decides_again(mirrored):
+    found = []
+    for strategy in (None, mirrored(3)):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = models.mlp()
+        for loss in (compare_rows, "mse", compare_rows):
+            models.compiled(model, keras.optimizers.SGD(0.1), loss)
+            model.fit(X, Y, batch_size=8, verbose=0)
+            is_whole = strategy is not None and BACKEND != "jax" and loss != "mse"
+            assert kinds_that_run_whole(model) == ({"train"} if is_whole else set())
+        found.append(model.get_weights())
+    assert largest(*found) < 2e-5
+
+
+def test_ordinary_model_is_split(mirrored, caplog):
+    def make():
+        middle = lambda: layers.Dropout(0.3, seed=1), lambda: layers.Dense(4, "gelu")
+        return models.compiled(models.mlp(*middle), metrics=["mae"])
+
+    one, many = (train(s, make, X, Y) for s in (None, mirrored(3)))
+    assert_equal(one, many)
+    assert not kinds_that_run_whole(many.model) and not audit_warnings(caplog)
+
+
+def test_error_of_one_device_is_raised(two):
+    def fail(y_true, y_pred):
+        raise KeyError("no such label")
+
+    for strategy in (None, two):
+        with scope(strategy):
+            model = models.compiled(loss=fail)
+        with pytest.raises(KeyError, match="no such label"):
+            model.fit(X, Y, batch_size=8, verbose=0)
