@@ -191,5 +191,12 @@ def mirrored():
 
 
 @pytest.fixture
+def audit_mode():
+    """Sets the mode of the audit for a test."""
+    yield ks.config.audit
+    ks.config.audit("exact")
+
+
+@pytest.fixture
 def two(mirrored) -> ks.MirroredStrategy:
     return mirrored(2)

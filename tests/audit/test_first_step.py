@@ -333,13 +333,6 @@ def test_first_step_warns_and_equals_one_device(name, parts, two, caplog):
 DIFFERING = "a moving mean", "a loss of rows that compares", "a layer that compares"
 
 
-@pytest.fixture
-def audit_mode():
-    """Set the mode of the audit for a test."""
-    yield ks.config.audit
-    ks.config.audit("exact")
-
-
 @pytest.mark.skipif(BACKEND == "jax", reason="a step is one program there")
 @pytest.mark.parametrize("name", DIFFERING)
 @pytest.mark.parametrize("mode", ["warn", "off"])

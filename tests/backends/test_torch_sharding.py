@@ -14,7 +14,7 @@ if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
 
 import keras_strategy as ks  # noqa: E402
-from keras_strategy.audit import verify  # noqa: E402
+from keras_strategy.audit import policy  # noqa: E402
 from keras_strategy.backends.torch import patches_optimizers, sharding  # noqa: E402
 from keras_strategy.keras_patches.variables_optimizers import (  # noqa: E402
     stored_value,
@@ -393,7 +393,7 @@ def test_audit_leaves_sharded_weights_as_they_were():
 
 @pytest.mark.parametrize("limit", [0, 1000])
 def test_first_step_of_a_large_model_is_not_audited(limit, monkeypatch, caplog):
-    monkeypatch.setattr(verify, "MAX_SHARDED_BYTES", limit)
+    monkeypatch.setattr(policy, "MAX_SHARDED_BYTES", limit)
     model = made(strategy(), with_row_dependence)
     with caplog.at_level(logging.INFO, "keras_strategy"):
         fit(model)

@@ -6,7 +6,7 @@ from keras import layers, ops
 
 import keras_strategy as ks
 from tests.equality.compare import scope
-from tests.ports.port import BACKEND, ELSEWHERE, Outcome, fitted, folder, port, vectors
+from tests.ports.port import BACKEND, Outcome, fitted, folder, port, vectors
 
 ROWS = 21  # by batches of 8 the last one has 5
 X, Y = vectors(ROWS, 4, 1)
@@ -161,7 +161,6 @@ def retrieval(strategy, cls):
 
 @port(
     f"{RS}/basic_retrieval.py",
-    differs=dict.fromkeys(ELSEWHERE, "its `compute_loss` compares rows"),
 )
 def keras_rs_retrieval(strategy):
     return retrieval(strategy, RetrievalModel)
@@ -215,7 +214,6 @@ def bayesflow_coupling_flow(strategy):
 @port(
     f"{BAYESFLOW}/Linear_Regression_Starter.ipynb",
     needs="bayesflow",
-    refused=dict.fromkeys(ELSEWHERE, 'aggregation="sum"'),
 )
 def bayesflow_standardize(strategy):
     """It keeps the moments of all rows that it saw, without an aggregation."""

@@ -8,7 +8,6 @@ import keras_strategy as ks
 from tests.equality.compare import scope
 from tests.ports.keras_io_supervised import encoder_of
 from tests.ports.port import (
-    ELSEWHERE,
     PURE,
     Outcome,
     digits,
@@ -253,7 +252,6 @@ class AnchorPositivePairs(keras.utils.PyDataset):
 @port(
     f"{EXAMPLES}/vision/metric_learning.py",
     not_on=PURE,
-    refused=dict.fromkeys(ELSEWHERE, "out of bounds"),
 )
 def metric_learning(strategy):
     def make():
@@ -314,7 +312,6 @@ class NNCLR(keras.Model):
 @port(
     f"{EXAMPLES}/vision/nnclr.py",
     not_on=PURE,
-    refused=dict.fromkeys(ELSEWHERE, 'aggregation="sum"'),
 )
 def nnclr(strategy):
     def make():

@@ -6,7 +6,7 @@ from keras import layers, ops
 
 from tests.equality.compare import scope
 from tests.ports.keras_io_steps import GUIDES, ROWS, X, Y, mlp
-from tests.ports.port import ELSEWHERE, Outcome, fitted, port, stepped
+from tests.ports.port import Outcome, fitted, port, stepped
 
 
 class ComputeSum(layers.Layer):
@@ -36,7 +36,7 @@ LAYERS = f"{GUIDES}/making_new_layers_and_models_via_subclassing.py"
 
 
 # It counts in `predict` too, which comes after the weights were looked at.
-@port(LAYERS, refused=dict.fromkeys(ELSEWHERE, 'aggregation="sum"'))
+@port(LAYERS)
 def compute_sum(strategy):
     return stepped(strategy, summing(), X, Y)
 
@@ -114,7 +114,7 @@ class CategoricalTruePositives(keras.metrics.Metric):
 BUILT_IN = f"{GUIDES}/training_with_built_in_methods.py"
 
 
-@port(BUILT_IN, differs=dict.fromkeys(ELSEWHERE, "a sum is treated as a mean"))
+@port(BUILT_IN)
 def add_loss_of_a_sum(strategy):
     def make():
         model = keras.Sequential(

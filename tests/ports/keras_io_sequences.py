@@ -8,7 +8,7 @@ import keras_strategy as ks
 from tests.equality.compare import scope
 from tests.ports.keras_io_steps import gradients_of
 from tests.ports.keras_io_supervised import EXAMPLES, ROWS, TEXT, sgd
-from tests.ports.port import BACKEND, ELSEWHERE, PURE, Outcome, fitted, port, vectors
+from tests.ports.port import BACKEND, PURE, Outcome, fitted, port, vectors
 
 RNG = np.random.RandomState(3)
 SOURCE = RNG.randint(1, 9, (ROWS, 6)) * (np.arange(6) < RNG.randint(2, 7, (ROWS, 1)))
@@ -199,7 +199,6 @@ def retrieval(strategy, cls):
 
 @port(
     f"{EXAMPLES}/keras_rs/sas_rec.py",
-    differs=dict.fromkeys(ELSEWHERE, "its `compute_loss` divides by the local weights"),
 )
 def sas_rec(strategy):
     return retrieval(strategy, SasRec)

@@ -6,7 +6,6 @@ from keras import layers, ops
 
 import keras_strategy as ks
 from tests.ports.port import (
-    ELSEWHERE,
     PURE,
     digits,
     fitted,
@@ -226,7 +225,6 @@ class RecommenderNet(keras.Model):
 
 @port(
     f"{EXAMPLES}/structured_data/collaborative_filtering_movielens.py",
-    differs=dict.fromkeys(ELSEWHERE, "its `call` sums over rows"),
 )
 def collaborative_filtering(strategy):
     def make():

@@ -21,7 +21,6 @@ from sklearn.datasets import load_digits
 from tests.equality.compare import LOGS, WEIGHTS, largest, scope, train
 
 BACKEND = keras.backend.backend()
-ELSEWHERE = ("torch", "tensorflow")  # where a step is run for each replica's rows
 PURE = {"jax": "its step has side effects, which Keras does not support on JAX"}
 
 

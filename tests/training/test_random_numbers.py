@@ -241,10 +241,11 @@ def test_unknown_batch_dimension_warns(two, caplog):
     assert all("layer 'draws" in message for message in messages)
 
 
-def test_shuffled_rows_warn(two, caplog):
+def test_shuffled_rows_of_split_step_warn(two, caplog, audit_mode):
     def shuffled(x, seeds):
         return keras.random.shuffle(x, seed=seeds)
 
+    audit_mode("warn")
     fitted(two, lambda: compiled(Draws(shuffled)))
     assert ("shuffles the rows" in caplog.text) == (BACKEND != "jax")
 
