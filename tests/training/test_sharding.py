@@ -157,7 +157,7 @@ def test_equality_table_with_sharding(name):
     case = CASES[name]
     one = run(case, 21, None, 0, eagerly=get_engine().name == "tensorflow")
     for shard in MODES:
-        many = run(case, 21, mirrored(case, 2, shard), 0)
+        many = run(case, 21, mirrored(2, shard), 0)
         assert_equal(one, many, case.weights, case.logs, case.predictions)
 
 
