@@ -199,7 +199,7 @@ class RowPolicy:
         self.runs_whole = self.has_changed = False
         # True if the next step need not ask `is_due`.
         self.is_done = strategy.num_replicas_in_sync == 1
-        self._is_first = True
+        self._is_first, self._is_decided = True, False
         self._settings: Any = None  # when the last epoch ended
         self._is_power_of_two = True  # the number of the current epoch
 
@@ -227,7 +227,7 @@ class RowPolicy:
 
     def begin_epoch(self, number: int) -> None:
         """Audit the next step if its rows or the model's settings may show more."""
-        if not self.runs_whole:
+        if not self._is_decided:
             self.is_done = False
             self._is_power_of_two = number & (number - 1) == 0
             if self.ask_again is not None:
@@ -235,7 +235,7 @@ class RowPolicy:
 
     def end_epoch(self) -> None:
         """Note the settings of the model, which callbacks may change next."""
-        if not self.runs_whole:
+        if not self._is_decided:
             self._settings = read_settings([self._model])
 
     def _is_too_large(self) -> bool:
@@ -286,12 +286,14 @@ class RowPolicy:
             f"{report.message} `ks.verify(model, x, y)` shows the comparison, and "
             '`ks.config.audit("off")` turns it off.'
         )
+        self._is_decided = True
         if mode == "raise":
             raise RuntimeError(text)
         if mode == "exact":
             self.has_changed = True
             gathered = self._gather_rows(report, batch)
             if gathered:
+                self._is_decided = False
                 text = (
                     f"{report.message} Now {gathered} computes on the rows of all "
                     "replicas, on each of them, and the results are exact."

@@ -12,6 +12,7 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
+from keras_strategy.audit import policy
 from keras_strategy.audit.policy import kinds_that_run_whole
 from tests.equality import models
 from tests.equality.compare import assert_equal, largest, scope, train
@@ -303,6 +304,12 @@ CASES = {
     "a loss of all rows in compute_loss": (None, {"model": Kept, "loss": lambda: root}),
     "a loss that sums in compute_loss": (None, {"model": Kept, "loss": lambda: SUM}),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_gathering_parts(monkeypatch):
+    """Let all steps that differ run whole."""
+    monkeypatch.setattr(policy, "MAX_GATHERING_PARTS", 0)
 
 
 def warnings_of(caplog):

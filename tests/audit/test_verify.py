@@ -1,5 +1,6 @@
 """`verify` and `verify_run` find what differs, name it, and leave no trace."""
 
+import itertools
 import random
 
 import keras
@@ -81,7 +82,7 @@ def test_metric_with_thresholds_is_no_finding(two):
 )
 def test_rounding_of_half_precision(noise, differs, two, monkeypatch):
     # The comparisons: of replicas and device, of two runs, and of changed weights.
-    found = iter([2e-2, 0.0, noise, noise, noise])
+    found = itertools.cycle([2e-2, 0.0, noise, noise, noise])
     monkeypatch.setattr(
         StepAudit,
         "_compare",

@@ -7,6 +7,7 @@ import pytest
 from keras import layers
 
 import keras_strategy as ks
+from keras_strategy.audit import policy
 from keras_strategy.audit.policy import kinds_that_run_whole
 from tests.audit.whole_programs import (
     PROGRAMS,
@@ -23,8 +24,14 @@ from tests.training.shared import alone, logged
 BACKEND = keras.backend.backend()
 
 
+@pytest.fixture(autouse=True)
+def gathering_parts(request, monkeypatch):
+    """How many parts of a model may gather rows: none, unless a test says otherwise."""
+    monkeypatch.setattr(policy, "MAX_GATHERING_PARTS", getattr(request, "param", 0))
+
+
 def audit_warnings(caplog):
-    return [message for message in logged(caplog) if "runs whole" in message]
+    return [message for message in logged(caplog) if "results are exact" in message]
 
 
 def check(name, strategy, virtual=False):
@@ -45,6 +52,34 @@ def check(name, strategy, virtual=False):
 def test_program_equals_one_device(name, replicas, mirrored, caplog):
     kinds = check(name, mirrored(replicas))
     assert len(audit_warnings(caplog)) == len(kinds)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="`fit` is one program")
+@pytest.mark.parametrize("gathering_parts", [4], indirect=True)
+@pytest.mark.parametrize("name", [n for n, p in PROGRAMS.items() if p.gathers])
+def test_gathering_part_equals_one_device(name, mirrored, caplog):
+    program = PROGRAMS[name]
+    one = alone(program.make, **program.arguments)
+    many = train(mirrored(3), program.make, **program.arguments)
+    assert_equal(one, many)
+    assert not kinds_that_run_whole(many.model)
+    (message,) = audit_warnings(caplog)
+    assert "computes on the rows of all replicas" in message
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="`fit` is one program")
+@pytest.mark.parametrize("gathering_parts", [4], indirect=True)
+def test_two_parts_gather_rows(mirrored, caplog):
+    def make():
+        return models.compiled(
+            models.mlp(Centering, lambda: layers.Dense(3), Centering)
+        )
+
+    one, many = (train(s, make, X, Y) for s in (None, mirrored(3)))
+    assert_equal(one, many)
+    assert not kinds_that_run_whole(many.model)
+    (message,) = audit_warnings(caplog)
+    assert message.count("(Centering)") == 3
 
 
 def test_batch_of_one_row_per_replica(replicas, mirrored):

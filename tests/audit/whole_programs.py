@@ -258,6 +258,7 @@ class Program:
         is_traceable: False for Python state and control flow, which JAX cannot trace,
             and for a custom `train_step`, which is another function there.
         is_eager: False if Keras on TensorFlow cannot train it without compilation.
+        gathers: True if it need not run whole, once a part of it gathers its rows.
     """
 
     make: Callable[[], keras.Model]
@@ -265,6 +266,7 @@ class Program:
     options: dict[str, Any] = field(default_factory=dict)
     is_traceable: bool = True
     is_eager: bool = True
+    gathers: bool = False
 
     @property
     def whole_kinds(self) -> set[str]:
@@ -280,17 +282,22 @@ class Program:
 
 BOTH = "train predict"
 PROGRAMS = {
-    "functional ops": Program(functional_ops, BOTH),
+    "functional ops": Program(functional_ops, BOTH, gathers=True),
     "activation": Program(
-        with_layer(lambda: layers.Dense(3, lambda x: x / ops.max(ops.abs(x)))), BOTH
+        with_layer(lambda: layers.Dense(3, lambda x: x / ops.max(ops.abs(x)))),
+        BOTH,
+        gathers=True,
     ),
     "partial as activation": Program(
         with_layer(
             lambda: layers.Dense(3, functools.partial(subtract_mean, factor=0.5))
         ),
         BOTH,
+        gathers=True,
     ),
-    "softmax over rows": Program(with_layer(lambda: layers.Softmax(axis=-2)), BOTH),
+    "softmax over rows": Program(
+        with_layer(lambda: layers.Softmax(axis=-2)), BOTH, gathers=True
+    ),
     "cosine over rows": Program(with_loss(keras.losses.CosineSimilarity(axis=0))),
     "unused layer": Program(lambda: models.compiled(UnusedLayer()), BOTH),
     "group deviation": Program(with_layer(GroupDeviation), BOTH),
@@ -298,9 +305,9 @@ PROGRAMS = {
     "hardest rows": Program(lambda: models.compiled(dense(HardestRows))),
     "pairs": Program(pairs, BOTH, {"y": PAIR_LABELS, "shuffle": False}),
     "partial as loss": Program(with_loss(functools.partial(compare_rows, factor=0.5))),
-    "method as loss": Program(with_loss(HasMethod().loss)),
-    "wraps as loss": Program(with_loss(wrapped)),
-    "slots as loss": Program(with_loss(HasSlots())),
+    "method as loss": Program(with_loss(HasMethod().loss), gathers=True),
+    "wraps as loss": Program(with_loss(wrapped), gathers=True),
+    "slots as loss": Program(with_loss(HasSlots()), gathers=True),
     "host random": Program(
         lambda: models.compiled(models.mlp(HostRandom), run_eagerly=True),
         is_traceable=False,

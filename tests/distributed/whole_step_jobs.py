@@ -43,7 +43,8 @@ def train_programs(alone: bool = False) -> dict[str, Any]:
             "predictions": trained.predictions,
         }
         whole = kinds_that_run_whole(trained.model)
-        assert alone or whole == set(program.kinds.split()), (name, whole)
+        expected = set() if program.gathers else set(program.kinds.split())
+        assert alone or whole == expected or BACKEND == "jax", (name, whole)
     return found
 
 
