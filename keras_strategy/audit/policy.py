@@ -146,14 +146,15 @@ def with_all_rows(batch: Any, strategy: Any) -> Any:
     return replace(batch, batch=gather_rows(batch, strategy), bounds=bounds)
 
 
-def own_rows(batch: Any, strategy: Any) -> slice:
-    """Return the rows of a whole prediction that this worker returns."""
-    # All, unless each worker has read its own data.
+def take_own_rows(predictions: Any, batch: Any, strategy: Any) -> Any:
+    """Return the predictions of the rows that this worker has read."""
+    # All, unless each worker reads its own data.
     if not isinstance(batch, LocalRows) or not batch.worker_rows:
-        return slice(None)
+        return predictions
     rank = strategy.extended.cluster.rank
     first = sum(batch.worker_rows[:rank])
-    return slice(first, first + batch.worker_rows[rank])
+    end = first + batch.worker_rows[rank]
+    return tree.map_structure(lambda x: x[first:end], predictions)
 
 
 def to_arrays(outputs: Any) -> dict[str, Any]:

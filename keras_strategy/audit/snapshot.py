@@ -238,14 +238,14 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.all((a == b) | ((a != a) & (b != b))))
 
 
-def read_settings(roots: list[Any]) -> list[tuple[Any, Any]]:
+def read_settings(roots: list[Any]) -> list[tuple[str, Any]]:
     """Return the plain values of attributes and containers that can be reached."""
-    found: list[tuple[Any, Any]] = []
+    found: list[tuple[str, Any]] = []
     for x in _walk(roots):
         named = vars(x) if _has_state(x) else x if isinstance(x, dict) else {}
         items = enumerate(x) if isinstance(x, list | tuple | deque) else named.items()
         found += [
-            (key, value)
+            (f"{type(x).__name__}.{key}", value)
             for key, value in items
             # Keras sets `training` of torch modules, this library names that begin so.
             if isinstance(value, _PLAIN) and not re.match("training$|_ks_", str(key))

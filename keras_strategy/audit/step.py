@@ -10,6 +10,7 @@ which the audit replaces by float32; and local batch statistics, which are decla
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -191,9 +192,14 @@ class StepAudit:
             ),
             *comparison.compare_outputs(self._kind, replicas.outputs, device.outputs),
         ]
-        if replicas.plain != device.plain:
-            name = "what the step leaves in Python objects"
-            values.append(ComparedValue("state", name, math.inf, tolerance))
+        pairs = itertools.zip_longest(
+            replicas.plain, device.plain, fillvalue=("", None)
+        )
+        values += [
+            ComparedValue("state", theirs[0] or ours[0], math.inf, tolerance)
+            for ours, theirs in pairs
+            if ours != theirs
+        ][:1]
         return _tolerate_half(values) if self._is_half else values
 
     def _widen_by_rounding(self, report: AuditReport, device: "_Result") -> None:
@@ -290,9 +296,8 @@ class StepAudit:
             report.cause += " in run" * (self._kind == "run")
             report.place = f"the gradients of {report.place}"
         elif kind in ("state", "log"):
-            what = "variable" if kind == "state" else "log"
             metric = comparison.find_metric(self._snapshot.objects, worst.name)
-            report.place = f"the {what} '{worst.name}'"
+            report.place = f"the {kind} '{worst.name}'"
             if metric is not None:
                 report.cause, report.place = "metric", f"the metric '{metric.name}'"
 
@@ -331,7 +336,7 @@ class _Result(NamedTuple):
     outputs: dict[str, Any]
     state: list[Any]
     differing: list[Any]  # mirrored variables whose components differ
-    plain: Any = None  # plain values that it left in Python objects
+    plain: Sequence[tuple[str, Any]] = ()  # values that it left in Python objects
 
 
 def _draws_by_itself(call: Any, device: _Result, reseeded: _Result) -> bool:

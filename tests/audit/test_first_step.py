@@ -595,7 +595,7 @@ def test_each_function_warns_once(two, caplog):
 
     one, many = (train(strategy, make, X, Y) for strategy in (None, two))
     metric, predictions = warnings_of(caplog)
-    assert "the metric 'calls'" in metric
+    assert "'Calls.calls'" in metric
     assert "`Sorted.predict_step`" in predictions
     assert_equal(one, many)
     assert kinds_that_run_whole(many.model) == {"train", "predict"}

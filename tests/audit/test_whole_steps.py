@@ -71,9 +71,9 @@ def test_gathering_part_equals_one_device(name, mirrored, caplog):
 @pytest.mark.parametrize("gathering_parts", [4], indirect=True)
 def test_two_parts_gather_rows(mirrored, caplog):
     def make():
-        return models.compiled(
-            models.mlp(Centering, lambda: layers.Dense(3), Centering)
-        )
+        hidden = [layers.Dense(3, "tanh", use_bias=False) for _ in range(2)]
+        parts = [keras.Input((4,)), hidden[0], Centering(), hidden[1], Centering()]
+        return models.compiled(keras.Sequential([*parts, layers.Dense(1)]))
 
     one, many = (train(s, make, X, Y) for s in (None, mirrored(3)))
     assert_equal(one, many)

@@ -22,7 +22,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from keras_strategy.audit.policy import RowPolicy, own_rows, with_all_rows
+from keras_strategy.audit.policy import RowPolicy, take_own_rows, with_all_rows
 from keras_strategy.backends.tensorflow.collectives import Verify, gather_over_workers
 from keras_strategy.backends.tensorflow.compile_cache import require
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
@@ -329,8 +329,7 @@ def sync_workers(
             outputs = function([prepare(batch) for batch in batches])
         if kind not in kinds_that_run_whole(model):
             return outputs
-        rows = own_rows(batches[0], group.strategy)
-        return tree.map_structure(lambda value: value[rows], outputs)
+        return take_own_rows(outputs, batches[0], group.strategy)
 
     def run_steps(iterator):
         nonlocal has_warned

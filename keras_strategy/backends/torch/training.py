@@ -14,7 +14,7 @@ import keras
 import torch
 from keras import tree
 
-from keras_strategy.audit.policy import RowPolicy, own_rows, with_all_rows
+from keras_strategy.audit.policy import RowPolicy, take_own_rows, with_all_rows
 from keras_strategy.audit.snapshot import is_keras
 from keras_strategy.backends.threads.pool import KerasStep
 from keras_strategy.backends.torch.compilation import CompiledModel
@@ -132,8 +132,7 @@ class BatchFunction:
             outputs = rules.run_whole(self._strategy, step, (_arrays_of(batch),), {})
         if self._kind != "predict":
             return outputs
-        rows = own_rows(batch, self._strategy)
-        return tree.map_structure(lambda value: value[rows], outputs)
+        return take_own_rows(outputs, batch, self._strategy)
 
     def _call(self, local: "_LocalBatch") -> Any:
         data = local.data
