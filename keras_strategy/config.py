@@ -93,13 +93,17 @@ def audit(mode: str = "exact") -> None:
     On torch and TensorFlow, each replica computes on its rows, which equals one device
     if rows are independent of each other, losses are means, and so on. Where some part
     of a model, loss, metric, optimizer or step is not Keras's own, the first step is
-    therefore audited on a few rows, see `keras_strategy.verify`: at the cost of three
-    steps on them. On JAX those loops are one program over all rows.
+    therefore audited, see `keras_strategy.verify`: at the cost of a few steps on some
+    rows. On JAX those loops are one program over all rows.
 
     Args:
-        mode: `"warn"`, the default, logs a warning that names the place and the fix;
-            `"raise"` raises `RuntimeError` instead; `"off"` does not audit, and a
-            first step made meanwhile is not audited later.
+        mode: `"exact"`, the default: a function whose step differs from one device's,
+            or fails on a part of the rows, runs whole from then on. It computes all
+            rows of each batch at once, as on one device and as fast as one, and a
+            warning names the place and how to split it. `"warn"` logs the warning,
+            and splits the step, so the result differs. `"raise"` raises
+            `RuntimeError` instead. `"off"` does not audit, and a first step made
+            meanwhile is not audited later.
 
     Raises:
         ValueError: If `mode` is unknown.
@@ -110,7 +114,7 @@ def audit(mode: str = "exact") -> None:
     import keras_strategy as ks
 
     ks.config.audit("raise")
-    ks.config.audit("warn")
+    ks.config.audit("exact")
     ```
     """
     if mode not in _audit.MODES:
