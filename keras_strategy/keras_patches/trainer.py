@@ -291,7 +291,9 @@ _IS_BUILT = "_ks_is_built"
 
 def build_for_step(model: keras.Model, kind: str, batch: Any) -> bool:
     """Build the layers that a step uses; return False if only the step can do it."""
-    if vars(model).get(_IS_BUILT) or all(layer.built for layer in all_layers(model)):
+    # A model without `call` is never built: its steps call its layers.
+    layers = [x for x in all_layers(model) if type(x).call is not keras.Model.call]
+    if vars(model).get(_IS_BUILT) or all(layer.built for layer in layers):
         return True
 
     def make_symbolic(array):

@@ -176,6 +176,10 @@ def _apply_alone(optimizer, grads, variables, apply):
     elif (recorder := active_recorder()) is not None:
         recorder.add(optimizer, list(grads), variables)
         return None
+    owner = strategy_of_variable(variables[0]) if variables else None
+    if owner is not None and not optimizer.built:  # in a step that runs whole
+        with owner.scope():
+            optimizer.build(variables)
     return apply(grads)
 
 

@@ -213,6 +213,42 @@ class Accumulating(keras.Sequential):
         return {"loss": loss}
 
 
+class StepOptimizer(keras.Sequential):
+    """Its step uses another optimizer, which the first step builds."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.step_optimizer = keras.optimizers.Adam(0.01)
+
+    def train_step(self, data):
+        x, y = data
+        variables = self.trainable_variables
+        loss, gradients = ks.value_and_grad(
+            lambda: ops.mean(compare_rows(y, self(x))), variables
+        )()
+        self.step_optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+
+class NoCall(keras.Model):
+    """A model that only its step can build, as a GAN of two models is."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.step_optimizer = dense(), keras.optimizers.Adam(0.01)
+        # On torch, Keras trains no model that is not built.
+        self.built = BACKEND == "torch"
+
+    def train_step(self, data):
+        x, y = data
+        variables = self.body.trainable_variables
+        loss, gradients = ks.value_and_grad(
+            lambda: ops.mean(compare_rows(y, self.body(x))), variables
+        )()
+        self.step_optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+
 class PythonMetric(keras.metrics.Metric):
     """Keeps a list of means."""
 
@@ -237,6 +273,12 @@ def dense(cls=keras.Sequential):
 def accumulating():
     # Adam would change weights in the steps that apply gradients of zero.
     return models.compiled(dense(Accumulating).make_state(), keras.optimizers.SGD(0.1))
+
+
+def no_call():
+    model = NoCall()
+    model.compile("sgd")
+    return model
 
 
 def with_layer(make):
@@ -319,6 +361,10 @@ PROGRAMS = {
     "centers": Program(with_layer(Centers)),
     "data-dependent shift": Program(with_layer(DataDependentShift)),
     "accumulator": Program(accumulating, is_traceable=False),
+    "step optimizer": Program(
+        lambda: models.compiled(dense(StepOptimizer)), is_traceable=False
+    ),
+    "no call": Program(no_call, is_traceable=False),
     "python metric": Program(
         lambda: models.compiled(metrics=[PythonMetric()], run_eagerly=True),
         is_traceable=False,

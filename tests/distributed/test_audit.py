@@ -15,15 +15,16 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("count, devices", [(2, 1), (2, 2)])
 def test_finding_is_reported_once_by_the_chief(count, devices, starter):
     with WorkerRunner(count, devices, timeout_seconds=300, starter=starter) as runner:
-        warned = runner.run(audit_jobs.fit)
+        exact = runner.run(audit_jobs.fit)
         raised = runner.run(audit_jobs.fit, mode="raise")
     alone = audit_jobs.fit(alone=True)
-    (message,) = warned[0]["messages"]
+    (message,) = exact[0]["messages"]
     assert "(Centering)" in message
-    assert all(not result["messages"] for result in warned[1:])
-    for result in warned:
-        for mine, one in zip(result["Halving"], alone["Halving"], strict=True):
-            np.testing.assert_allclose(mine, one, rtol=1e-5, atol=1e-6)
+    assert all(not result["messages"] for result in exact[1:])
+    for result in exact:
+        for name in ("Halving", "Centering"):
+            for mine, one in zip(result[name], alone[name], strict=True):
+                np.testing.assert_allclose(mine, one, rtol=1e-5, atol=1e-6)
     assert all("(Centering)" in result["Centering error"] for result in raised)
 
 

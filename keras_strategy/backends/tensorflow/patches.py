@@ -106,8 +106,11 @@ def _initialize(original, strategy, self, value):
             strategy.extended.group.split_initial_value(self)
 
     replica: Any = in_replica()
-    if replica is None:
+    if replica is None and tf.distribute.has_strategy():
         initialize()
+        return
+    if replica is None:  # an optimizer is built in a step that runs whole
+        strategy.extended.group.call_outside(initialize)
         return
     if tf.is_tensor(value) and not isinstance(value, tf.Variable):
         constant = tf.get_static_value(value)
