@@ -115,8 +115,8 @@ def take_rows(batch: Any, strategy: Any, count: int | None) -> tuple[Any, Any]:
             batch=map_rows(lambda x: first_rows(x, total), batch.batch),
             bounds=[(count * index, count * (index + 1)) for index in local],
             global_rows=count * replicas,
-            worker_rows=batch.worker_rows and (total,) * cluster.size,
         )
+    batch = replace(batch, worker_rows=None)  # predictions of all workers are compared
     return batch, gather_rows(batch, strategy)
 
 

@@ -124,6 +124,12 @@ class AuditReport:
         return bool(self.failure) or any(value.differs for value in self.values)
 
     @property
+    def remedy(self) -> str:
+        """What `fit` does: `"split"` the rows over the replicas, or run `"whole"`."""
+        # Or it computes one part on gathered rows, if that is the cause.
+        return "whole" if self.differs else "split"
+
+    @property
     def advice(self) -> str:
         """The reason of a difference and what to do, in words; "" without one."""
         return _ADVICE.get(self.cause, "") if self.differs else ""

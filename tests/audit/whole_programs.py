@@ -362,7 +362,8 @@ PROGRAMS = {
     "data-dependent shift": Program(with_layer(DataDependentShift)),
     "accumulator": Program(accumulating, is_traceable=False),
     "step optimizer": Program(
-        lambda: models.compiled(dense(StepOptimizer)), is_traceable=False
+        lambda: models.compiled(dense(StepOptimizer), keras.optimizers.SGD(0.1)),
+        is_traceable=False,
     ),
     "no call": Program(no_call, is_traceable=False),
     "python metric": Program(

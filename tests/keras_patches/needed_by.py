@@ -423,25 +423,6 @@ NEEDED_BY = {
         "torch",
         f"{_NUMBERS}::test_keras_layers",
     ),
-    **{
-        f"keras_patches.random {name}": (
-            "torch",
-            f"{_ROW}[augmentation across rows, no seed]",
-        )
-        for name in (
-            "MixUp.call",
-            "CutMix.call",
-            "Equalization.transform_images",
-        )
-    },
-    "keras_patches.random AugMix.call": (
-        "torch",
-        f"{_NUMBERS}::test_python_control_flow",
-    ),
-    "keras_patches.random keras.ops.image.elastic_transform": (
-        "torch",
-        f"{_ROW}[RandomElasticTransform, no seed]",
-    ),
     "backends.tensorflow.patches Model.get_metrics_result": (
         "tensorflow",
         f"{_DERIVED}::test_unread_metrics_need_no_reduction",
