@@ -125,7 +125,7 @@ class AuditReport:
 
     @property
     def remedy(self) -> str:
-        """What `fit` does: `"split"` the rows over the replicas, or run `"whole"`."""
+        """Remedy of `fit`: `"split"` over the replicas, or run `"whole"`."""
         # Or it computes one part on gathered rows, if that is the cause.
         return "whole" if self.differs else "split"
 
