@@ -116,9 +116,12 @@ class TrainingStrategy:
 
 
 def _to_tensors(data: Any) -> Any:
-    return tree.map_structure(
-        lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), data
-    )
+    def convert(x):
+        if isinstance(x, tf.distribute.DistributedValues):
+            return tf.concat(x.values, axis=0)
+        return x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x)
+
+    return tree.map_structure(convert, data)
 
 
 def _split_batch(
