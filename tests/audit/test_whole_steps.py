@@ -165,3 +165,36 @@ def test_error_of_one_device_is_raised(two):
             model = models.compiled(loss=fail)
         with pytest.raises(KeyError, match="no such label"):
             model.fit(X, Y, batch_size=8, verbose=0)
+
+
+class Interruption(keras.callbacks.Callback):
+    """Ends training in the middle of the second epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+        if self.batches == 5:
+            raise InterruptedError
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="`fit` is one program")
+def test_resume_keeps_decision(mirrored, tmp_path, audit_mode):
+    def fit(strategy, *callbacks):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = PROGRAMS["centers"].make()
+        options = {"batch_size": 8, "epochs": 3, "verbose": 0, "shuffle": False}
+        model.fit(X, Y, **options, callbacks=list(callbacks))
+        return model
+
+    strategy = mirrored(3)
+    backup = functools.partial(ks.callbacks.BackupAndRestore, str(tmp_path), 1)
+    with pytest.raises(InterruptedError):
+        fit(strategy, backup(), Interruption())
+    audit_mode("off")  # so the backup alone has the decision
+    resumed = fit(strategy, backup())
+    assert kinds_that_run_whole(resumed) == {"train"}
+    assert largest(fit(None).get_weights(), resumed.get_weights()) < 2e-5
