@@ -116,7 +116,7 @@ class AuditReport:
     cause: str = ""
     failure: str = ""
     # The layer, operation or loss whose own result differs, if one was found.
-    part: Any = field(default=None, repr=False)
+    part: Any = field(default=None, init=False, repr=False)
 
     @property
     def differs(self) -> bool:

@@ -154,7 +154,8 @@ def test_module_statistics_are_averaged(own, two):
     assert torch.equal(before, statistics.running_mean)
 
 
-def test_counting_module_is_refused(two):
+def test_counting_module_is_refused(two, audit_mode):
+    audit_mode("off")  # or the step would run whole
     model = model_of_a_module(two, counts=True)
     with pytest.raises(ValueError, match="The buffer 'calls' of a Residual changes"):
         model.fit(X, Y, verbose=0)
@@ -243,8 +244,9 @@ class OwnOptimizer(keras.Model):
 
 
 @pytest.mark.parametrize("by_rows", [True, False])
-def test_tensor_writes_in_a_step_are_reported(by_rows, two):
+def test_tensor_writes_in_a_step_are_reported(by_rows, two, audit_mode):
     """An optimizer of torch's knows one replica's tensors, and its gradients alone."""
+    audit_mode("off")  # or the step would run whole
     with two.scope():
         model = OwnOptimizer(by_rows)
         model(np.zeros((1, 4), "float32"))
@@ -304,7 +306,8 @@ class Steps(keras.metrics.Metric):
         return self.steps
 
 
-def test_step_that_begins_to_reduce_is_refused(two):
+def test_step_that_begins_to_reduce_is_refused(two, audit_mode):
+    audit_mode("off")  # or the step would run whole
     def fit(first):
         with two.scope():
             model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])

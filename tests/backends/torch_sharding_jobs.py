@@ -237,6 +237,7 @@ def train_all_with_prefetch() -> tuple[dict[str, list[np.ndarray]], int, int, in
         return started
 
     sharding.UnitPrefetch.take = counted
+    ks.config.audit("off")  # what an audit reads is not prefetched
     strategy = workers_strategy(bytes_per_pack=1000)
     found = {name: train(name, strategy) for name in PROGRAMS}
     counts = len(read), len(prefetched)
