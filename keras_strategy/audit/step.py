@@ -198,7 +198,7 @@ class StepAudit:
         values += [
             ComparedValue("state", theirs[0] or ours[0], math.inf, tolerance)
             for ours, theirs in pairs
-            if ours != theirs
+            if ours != theirs and get_engine().audit.records_steps
         ][:1]
         return _tolerate_half(values) if self._is_half else values
 
