@@ -101,12 +101,14 @@ class Snapshot:
             values = [first] * len(values)  # keeps one copy
 
         trainable = variable.trainable
+        # Written by a collective on JAX, so all workers have to do it.
+        is_shared = group.workers is not None and is_sync_on_read(variable)
 
         def restore():
             if variable.trainable != trainable:
                 variable.trainable = trainable
             current = group.components(variable)
-            if not all(map(_equal, map(_to_numpy, current), values)):
+            if is_shared or not all(map(_equal, map(_to_numpy, current), values)):
                 dtype = variable.dtype
                 parts = [ops.convert_to_tensor(value, dtype) for value in values]
                 group.assign_components(variable, parts)
