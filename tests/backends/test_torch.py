@@ -308,6 +308,7 @@ class Steps(keras.metrics.Metric):
 
 def test_step_that_begins_to_reduce_is_refused(two, audit_mode):
     audit_mode("off")  # or the step would run whole
+
     def fit(first):
         with two.scope():
             model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
