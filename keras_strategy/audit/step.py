@@ -86,10 +86,10 @@ class StepAudit:
 
     def run(self, report: AuditReport) -> None:
         """Fill a report."""
-        # One device first, because an error in it is the same on all workers.
+        # First what needs no other worker, as an error may be of one worker alone.
         steps = [self._on_device, self._on_replicas]
         if self.on_own_rows is not None:
-            steps.insert(1, self.on_own_rows)
+            steps.insert(0, self.on_own_rows)
         results: list[_Result] = []
         for step in steps:
             try:
@@ -102,7 +102,7 @@ class StepAudit:
             report.failure = self._agree(report.failure)
             if report.failure:
                 return
-        device, replicas = results[0], results[-1]
+        *_, device, replicas = results
         report.values += self._compare(replicas, device)
         if self._agree(report.differs):
             self._widen_by_rounding(report, device)
