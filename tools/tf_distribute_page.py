@@ -198,7 +198,9 @@ SAID: dict[str, Status | dict[str, Status]] = {
     "*Strategy.experimental_distribute_dataset": differs(
         "Any iterable of batches, split by rows.", "distributed-datasets"
     ),
-    "*RunOptions": differs("It has two more fields, `compile` and `whole`.", "run-and-reduce"),
+    "*RunOptions": differs(
+        "It has two more fields, `compile` and `whole`.", "run-and-reduce"
+    ),
 }
 
 # The classes whose members are listed once.
