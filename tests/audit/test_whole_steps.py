@@ -26,7 +26,7 @@ BACKEND = keras.backend.backend()
 
 @pytest.fixture(autouse=True)
 def gathering_parts(request, monkeypatch):
-    """How many parts of a model may gather rows: none, unless a test says otherwise."""
+    """Number of parts of a model that may gather rows: 0 unless a test sets it."""
     monkeypatch.setattr(policy, "MAX_GATHERING_PARTS", getattr(request, "param", 0))
 
 
