@@ -202,7 +202,7 @@ class RowPolicy:
         self.is_done = strategy.num_replicas_in_sync == 1
         self._is_first, self._is_decided = True, False
         self._settings: Any = None  # when the last epoch ended
-        self._is_power_of_two = True  # the number of the current epoch
+        self._epochs, self._is_power_of_two = 1, True  # of all calls of `fit`
 
     def is_due(self) -> bool:
         """Return True if the next step is to be audited."""
@@ -226,11 +226,12 @@ class RowPolicy:
             self.is_done = not due
         return not self.is_done
 
-    def begin_epoch(self, number: int) -> None:
+    def begin_epoch(self) -> None:
         """Audit the next step if its rows or the model's settings may show more."""
         if not self._is_decided:
             self.is_done = False
-            self._is_power_of_two = number & (number - 1) == 0
+            self._epochs += 1
+            self._is_power_of_two = self._epochs & (self._epochs - 1) == 0
             if self.ask_again is not None:
                 self.ask_again()
 
@@ -316,15 +317,10 @@ class AuditSchedule(LogFreeCallback):
 
     # It comes before the user's callbacks, whose changes it finds.
 
-    def __init__(self):
-        super().__init__()
-        self._epochs = 0
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Make the next steps ask whether an audit is due."""
-        self._epochs += 1
         for policy in vars(self.model).get(_POLICIES, {}).values():
-            policy.begin_epoch(self._epochs)
+            policy.begin_epoch()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Note the settings of the model."""

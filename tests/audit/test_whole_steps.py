@@ -167,6 +167,48 @@ def test_error_of_one_device_is_raised(two):
             model.fit(X, Y, batch_size=8, verbose=0)
 
 
+class Switching(layers.Layer):
+    """Subtracts the mean over rows after a callback has switched it on."""
+
+    is_on = False
+
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0) if self.is_on else x
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="`fit` is one program")
+@pytest.mark.parametrize("epoch", [0, 1])  # before the second and the third one
+def test_setting_changed_by_callback_is_audited(epoch, mirrored):
+    def switch_on(number, logs):
+        model.layers[1].is_on = number >= epoch
+
+    found = []
+    for strategy in (None, mirrored(3)):
+        keras.utils.set_random_seed(1)
+        with scope(strategy):
+            model = models.compiled(models.mlp(Switching), run_eagerly=True)
+        callback = keras.callbacks.LambdaCallback(on_epoch_end=switch_on)
+        model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[callback])
+        found.append(model.get_weights())
+    assert largest(*found) < 2e-5
+    assert kinds_that_run_whole(model) == {"train"}
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="`fit` is one program")
+def test_audits_become_rare_over_calls_of_fit(mirrored, monkeypatch):
+    audits, epochs = [], []
+    audit = policy.audit_batch
+    monkeypatch.setattr(
+        policy, "audit_batch", lambda *args: audits.append(len(epochs)) or audit(*args)
+    )
+    with mirrored(3).scope():
+        model = models.compiled(models.mlp(Switching))
+    for number in range(1, 6):
+        epochs.append(number)
+        model.fit(X, Y, batch_size=8, verbose=0)
+    assert audits == [1, 2, 4]
+
+
 class Interruption(keras.callbacks.Callback):
     """Ends training in the middle of the second epoch."""
 

@@ -18,7 +18,7 @@ KINDS = {
     "keras": (True, False),
     "added": (True, False),  # regularisers and `add_loss`, with accumulation
     "two optimizers": (True, False),
-    "branches": (True, True),  # in vain where the other branch is new
+    "branches": (True, False),  # each has buckets of its own
     "twice": (False, True),  # two backward passes
     "halved": (False, True),
     "one halves": ((True, False), (False, True)),  # on the second worker alone
