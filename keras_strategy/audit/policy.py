@@ -54,16 +54,24 @@ _ROW_MIXERS = (
 STEPS = {"train": "training", "test": "evaluation", "predict": "prediction"}
 
 
-def audit_batch(model: Any, kind: str, strategy: Any, batch: Any) -> AuditReport:
-    """Audit a step on a few uneven rows of a batch, then on more, or on all."""
-    what = f"The {STEPS[kind]} step of the model '{model.name}'"
-    few = audit_step(model, kind, strategy, batch, ROWS_PER_REPLICA, AuditReport(what))
-    if few.differs and not few.failure:
-        return few
-    # What fails on a few rows may need a whole batch.
-    count = None if few.failure else MORE_ROWS_PER_REPLICA
-    report = audit_step(model, kind, strategy, batch, count, AuditReport(what))
-    return report if report.differs or few.failure else few
+def audit_batch(
+    model: Any,
+    kind: str,
+    strategy: Any,
+    batch: Any,
+    counts: tuple[int, ...] = (ROWS_PER_REPLICA, MORE_ROWS_PER_REPLICA),
+) -> AuditReport:
+    """Audit a step on numbers of rows per replica of a batch, until it differs."""
+    report = AuditReport("")
+    # What fails on a part of the rows may need a whole batch.
+    for count in (*counts, None):
+        if count is None and not report.failure:
+            break
+        what = f"The {STEPS[kind]} step of the model '{model.name}'"
+        report = audit_step(model, kind, strategy, batch, count, AuditReport(what))
+        if report.differs and not report.failure:
+            break
+    return report
 
 
 def audit_step(
@@ -280,8 +288,9 @@ class RowPolicy:
         if is_first and not build_for_step(self._model, self._kind, batch):
             return  # the first step builds layers
         self.is_done, cluster = True, self._strategy.extended.cluster
+        counts = (ROWS_PER_REPLICA,) * is_first + (MORE_ROWS_PER_REPLICA,)
         with self._scope():
-            report = audit_batch(self._model, self._kind, self._strategy, batch)
+            report = audit_batch(self._model, self._kind, self._strategy, batch, counts)
         if not report.differs:
             return
         text = (

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
-from keras_strategy.audit import verify as first_step
+from keras_strategy.audit import policy as row_policy
 from keras_strategy.audit.verify import AuditReport, verify
 from keras_strategy.testing import WorkerRunner
 from tests.equality.__main__ import mirrored
@@ -82,15 +82,15 @@ def audit_on_workers(
     """Fit each model of the table in this worker, and count the reports."""
     ks.MultiWorkerMirroredStrategy()  # TensorFlow connects before it computes
     # Else models of Keras's own parts are not audited.
-    first_step.find_user_code = lambda objects: "any model"
+    row_policy.find_user_code = lambda objects: "any model"
     reports: list[Any] = []
-    audit_step = first_step.audit_step
+    audit_step = row_policy.audit_step
 
     def record_report(*args):
         reports.append(audit_step(*args))
         return reports[-1]
 
-    first_step.audit_step = record_report
+    row_policy.audit_step = record_report
 
     def fit(case: Case, replicas: int, policy: str) -> AuditReport:
         keras.config.set_dtype_policy(policy)
