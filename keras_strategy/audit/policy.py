@@ -263,7 +263,8 @@ class RowPolicy:
     def _gather_rows(self, report: AuditReport, batch: Any) -> str:
         """Let parts that differ compute on all rows; return their names if it helps."""
         undo, places, cluster = [], [], self._strategy.extended.cluster
-        parts = find_objects([self._model])
+        # If the whole model had to gather rows, running its step whole is cheaper.
+        parts = [x for x in find_objects([self._model]) if x is not self._model]
         while len(undo) < MAX_GATHERING_PARTS and not self._model.jit_compile:
             index = next((i for i, x in enumerate(parts) if x is report.part), None)
             if cluster is not None:  # only some workers may have found it

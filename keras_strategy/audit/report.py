@@ -1,6 +1,7 @@
 """The result of an audit: what differs between several replicas and one device."""
 
 import html
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,9 +157,11 @@ class AuditReport:
         worst = self.largest()
         assert worst is not None
         where = f" It begins with {self.place}: {self.advice}" if self.place else ""
+        is_number = math.isfinite(worst.difference)  # else another kind of value
+        size = f" by {worst.difference:.1e} of its size" if is_number else ""
         return (
-            f"{self.what} differs from one device's: the {worst.kind} '{worst.name}' "
-            f"by {worst.difference:.1e} of its size.{where}"
+            f"{self.what} differs from one device's: the {worst.kind} '{worst.name}'"
+            f"{size}.{where}"
         )
 
     def _rows(self) -> list[tuple[str, str, str, str, str]]:

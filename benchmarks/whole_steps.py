@@ -1,0 +1,53 @@
+"""Cost of steps that cannot be split by rows, relative to one device.
+
+    KERAS_BACKEND=torch python -m benchmarks.whole_steps [NAME ...]
+
+Prints for programs of the conformance suite which remedy `fit` has found, and the CPU
+time of a step on two replicas relative to plain Keras on one device. Both train in turn.
+"""
+
+import statistics
+import sys
+import time
+
+import keras
+
+import keras_strategy as ks
+from conformance.program import Program, select
+from keras_strategy.audit.policy import kinds_that_run_whole
+
+ROUNDS, BATCHES, ROWS_PER_BATCH = 9, 20, 120
+NAMES = [
+    *("standardization_over_the_batch", "add_loss_of_a_sum", "contrastive"),
+    *("correlation", "factorization_that_sums", "mixture_of_experts"),
+    *("retrieval", "gradients_clipped_in_the_step", "loss_that_sums_in_the_step"),
+]
+
+
+def measure(program: Program, strategy: ks.Strategy) -> str:
+    """Train on one device and on replicas in turn, and describe remedy and cost."""
+    data = program.data(BATCHES * ROWS_PER_BATCH)
+
+    def train(model):
+        start = time.process_time()
+        options = {"batch_size": ROWS_PER_BATCH, "verbose": 0}
+        model.fit(data.x, data.y, sample_weight=data.sample_weight, **options)
+        return time.process_time() - start
+
+    alone = program.build()
+    with strategy.scope():
+        model = program.build()
+    for warmed_up in (alone, model, alone, model):
+        train(warmed_up)
+    ratios = [train(model) / train(alone) for _ in range(ROUNDS)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    remedy = "whole" if "train" in kinds_that_run_whole(model) else "gathered or split"
+    return f"{program.name}: {remedy}, {middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+if __name__ == "__main__":
+    ks.config.set_logical_devices("cpu", 2)
+    two = ks.MirroredStrategy()
+    print(f"CPU time beside one device, {keras.backend.backend()}")
+    for chosen in select(sys.argv[1:] or NAMES):
+        print(measure(chosen, two), flush=True)
