@@ -2,8 +2,8 @@
 
     KERAS_BACKEND=torch python -m benchmarks.whole_steps [NAME ...]
 
-Prints for programs of the conformance suite which remedy `fit` has found, and the CPU
-time of a step on two replicas relative to plain Keras on one device. Both train in turn.
+Prints for programs of the conformance suite which remedy `fit` has found, and the
+CPU time of a step on two replicas relative to plain Keras on one device, in turn.
 """
 
 import statistics
