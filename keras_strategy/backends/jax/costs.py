@@ -1,8 +1,8 @@
-"""Costs of a training step on JAX: predicted for `plan`, and counted by its profiler.
+"""Costs of a training step on JAX: measured for `plan`, and counted by its profiler.
 
-A plan needs no step: abstract evaluation finds what a gradient saves, and the shards
-are those of one program. The profiler records every collective that a device runs, with
-its program. The HLO text of that program contains the number of bytes.
+A plan compiles a step of abstract arrays, and the compiler reports its memory. The
+profiler records every collective that a device runs, with its program. The HLO text of
+that program contains the number of bytes.
 """
 
 import collections
@@ -17,10 +17,11 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from keras_strategy.core.protocols import PlannedChoice, StepTrace
-from keras_strategy.keras_patches.variables_optimizers import byte_count
+from keras_strategy.backends.jax.distribution import ReplicaDistribution
+from keras_strategy.devices import LogicalDevices
+from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_dtype
 from keras_strategy.training.reduction import compute_and_comm_fractions
-from keras_strategy.training.sharding import ShardSpec
+from keras_strategy.training.sharding import ShardSpec, creating_slots
 
 
 def without_memory(fn: Callable[[], Any]) -> Any:
@@ -29,54 +30,66 @@ def without_memory(fn: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def trace_step(
-    forward: Callable[[Any], Iterator[Any]], weights: list[Any], _: Any
-) -> StepTrace:
-    _, backward = jax.vjp(lambda values: list(forward(values))[-1], weights)
-    residuals = {id(x): x.nbytes for x in jax.tree.leaves(backward)}
-    for weight in weights:
-        residuals.pop(id(weight), None)
-    return StepTrace(sum(residuals.values()))
-
-
-def predict(
+def local_bytes(
     weights: Sequence[Any],
     slots: Sequence[Any],
-    optimizer: Any,
+    _: Any,
     replicas: int,
     shard: str | None,
-    trace: StepTrace | None,
-) -> PlannedChoice:
-    def shards_of(variable: Any) -> int:
-        return ShardSpec.for_shape(tuple(variable.shape), replicas).num_shards
+) -> tuple[int, int]:
+    def local(variable: Any, is_sharded: bool) -> int:
+        spec = ShardSpec.for_shape(tuple(variable.shape), replicas)
+        return byte_count(variable) // (spec.num_shards if is_sharded else 1)
 
-    def local(variables: Sequence[Any], is_sharded: bool) -> int:
-        pairs = [(byte_count(v), shards_of(v) if is_sharded else 1) for v in variables]
-        return sum([size // shards for size, shards in pairs])
-
-    has_shards, share = shard == "parameters", (replicas - 1) / replicas
-    sizes = list(map(byte_count, weights))
-    sharded = [size for w, size in zip(weights, sizes, strict=True) if shards_of(w) > 1]
-    # A step of `fit` all-reduces whole gradients, and reduce-scatters those of shards.
-    sent = 2 * sum(sizes) + (sum(sharded) if shard == "optimizer" else 0)
-    collectives = 1 + len(sharded) * {None: 0, "optimizer": 1, "parameters": 2}[shard]
-    parameters = local(weights, has_shards)
-    peak = None
-    if trace is not None:
-        # Beside the gradients, a gathered weight with its gradient; or what an
-        # all-reduce returns.
-        buffer = parameters if replicas > 1 else 0
-        buffer = 2 * max(sizes, default=0) if has_shards else buffer
-        peak = parameters + buffer + trace.activations
-    return PlannedChoice(
-        shard,
-        parameters,
-        parameters,
-        local(slots, shard is not None),
-        peak=peak,
-        collectives=collectives * (replicas > 1),
-        sent=round(share * sent),
+    return (
+        sum([local(weight, shard == "parameters") for weight in weights]),
+        sum([local(slot, shard is not None) for slot in slots]),
     )
+
+
+def measure_step(
+    loss_of: Callable[..., tuple[Any, Any]],
+    optimizer: Any,
+    weights: Sequence[Any],
+    states: Sequence[Any],
+    inputs: Any,
+    replicas: int,
+    shard: str | None,
+) -> int:
+    devices = jax.devices()[:replicas]
+    if len(devices) < replicas:
+        raise NotImplementedError(
+            f"JAX compiles the step for {replicas} devices, and this process has "
+            f"{len(devices)}. `ks.config.set_logical_devices` sets those of CPUs."
+        )
+    names = [(f"{device.platform}:{device.id}",) for device in devices]
+    distribution = ReplicaDistribution(LogicalDevices((tuple(names),)), shard=shard)
+
+    def abstract(x: Any, sharding: Any, times: int = 1) -> jax.ShapeDtypeStruct:
+        shape = (times * x.shape[0], *x.shape[1:]) if times > 1 else tuple(x.shape)
+        return jax.ShapeDtypeStruct(shape, stored_dtype(x), sharding=sharding)
+
+    def placed(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        return [abstract(v, distribution.get_variable_layout(v)) for v in variables]
+
+    def step(state: Any, inputs: Any) -> Any:
+        weights, states, slots = state
+        (_, outputs), gradients = jax.value_and_grad(
+            lambda values: loss_of(values, states, inputs), has_aux=True
+        )(weights)
+        weights, slots = optimizer.stateless_apply(slots, gradients, weights)
+        return outputs, (weights, states, slots)
+
+    with creating_slots():
+        slots = placed(optimizer.variables)
+    state = placed(weights), placed(states), slots
+    batch = jax.tree.map(lambda x: abstract(x, distribution.split, replicas), inputs)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    program = jax.jit(step, out_shardings=(None, shardings), donate_argnums=0)
+    memory: Any = program.lower(state, batch).compile().memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    rows = sum([x.size * x.dtype.itemsize for x in jax.tree.leaves(batch)]) // replicas
+    return memory.temp_size_in_bytes + results + rows
 
 
 # An asynchronous collective is counted at its start. A collective that XLA did not

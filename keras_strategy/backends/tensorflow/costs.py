@@ -1,4 +1,4 @@
-"""Costs of a training step on TensorFlow: predicted for `plan`, and counted.
+"""Costs of a training step on TensorFlow: sizes for `plan`, and counts.
 
 A plan builds a graph that never runs. TensorFlow has no counters of collectives and
 copies on CPUs, but the graphs that it executes contain all of it. Each executed
@@ -8,7 +8,7 @@ functions that it calls. A loop inside a graph counts as one iteration.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -17,10 +17,8 @@ import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.framework import func_graph, op_callbacks
 
-from keras_strategy.backends.threads.patches_sharding import can_scatter, plan_slots
-from keras_strategy.core.protocols import PlannedChoice, StepTrace
+from keras_strategy.backends.threads.patches_sharding import local_slot_bytes
 from keras_strategy.keras_patches.variables_optimizers import byte_count
-from keras_strategy.training.sharding import is_elementwise
 
 
 def without_memory(fn: Callable[[], Any]) -> Any:
@@ -28,43 +26,18 @@ def without_memory(fn: Callable[[], Any]) -> Any:
         return fn()
 
 
-def trace_step(
-    forward: Callable[[Any], Iterator[Any]], weights: list[Any], _: Any
-) -> StepTrace:
-    loss = tf.nest.flatten(list(forward(weights))[-1])
-    operations = set(loss[0].graph.get_operations())
-    tf.gradients(loss, weights)
-    added = set(loss[0].graph.get_operations()) - operations
-    saved = {x.ref() for op in added for x in op.inputs if x.op in operations}
-    tensors = [ref.deref() for ref in saved - {weight.ref() for weight in weights}]
-    for tensor in tensors:
-        if tensor.dtype == tf.variant or not tensor.shape.is_fully_defined():
-            raise ValueError(f"The size of the tensor {tensor.name!r} is unknown.")
-    return StepTrace(sum([x.shape.num_elements() * x.dtype.size for x in tensors]))
-
-
-def predict(
+def local_bytes(
     weights: Sequence[Any],
     slots: Sequence[Any],
-    optimizer: Any,
+    _: Any,
     replicas: int,
     shard: str | None,
-    trace: StepTrace | None,
-) -> PlannedChoice:
-    size = sum(map(byte_count, weights))
-    local, is_sharded = plan_slots(slots, replicas, shard)
-    # One collective has all gradients, and another one all new weights.
-    scatters = is_elementwise(optimizer) and can_scatter(optimizer)
-    passes = 2 if scatters or not is_sharded else 3
-    return PlannedChoice(
-        shard,
-        size,
-        size,
-        local,
-        collectives=(1 + is_sharded) * (replicas > 1),
-        sent=round(passes * size * (replicas - 1) / replicas),
-        note="The peak is unknown: TensorFlow allocates as its runtime decides.",
-    )
+) -> tuple[int, int]:
+    return sum(map(byte_count, weights)), local_slot_bytes(slots, replicas, shard)
+
+
+def measure_step(*_: Any) -> int:
+    raise NotImplementedError("TensorFlow allocates as its runtime decides.")
 
 
 _HOST = "CPU:0"
