@@ -10,8 +10,9 @@ import contextlib
 import importlib
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from keras import ops
 
@@ -262,6 +263,29 @@ class AuditAdapter(Protocol):
         """Return a model's step on replicas and on one device, functions of a batch."""
 
 
+class TimeFractions(NamedTuple):
+    """Fractions of the time of several steps, and their number of collectives."""
+
+    computing: float
+    collecting: float
+    collectives: int
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A training step of one replica, for `plan`."""
+
+    loss_of: Callable[[Any, Any, Any], tuple[Any, Any]]  # and outputs
+    # The arguments of `loss_of` are values of these two, and inputs.
+    weights: Sequence[Any]
+    states: Sequence[Any]
+    inputs: Callable[[int], Any]  # returns symbolic ones of so many rows
+    rows: int
+    optimizer: Any
+    replicas: int
+    shard: str | None = None
+
+
 class Engine(Protocol):
     """One backend: its devices, gradients and replica groups."""
 
@@ -414,17 +438,9 @@ class Engine(Protocol):
     def checkpoints(self, thing: Any, folder: Any, cluster: "Cluster | None") -> Any:
         """Return a handler of this backend's checkpoints, or None."""
 
-    def count_operations(
-        self, train: Callable[[int], None], steps: int
-    ) -> tuple[int, int, int, int]:
-        """Count the collectives, a replica's bytes in them, programs and copies."""
-        return self.import_module("costs").count(train, steps)
-
-    def compute_and_comm_fractions(
-        self, train: Callable[[int], None], steps: int
-    ) -> tuple[float, float] | None:
-        """Return the shares of computing and collectives in time; None if unknown."""
-        return self.import_module("costs").shares(train, steps)
+    def profile(self, train: Callable[[int], None], steps: int) -> TimeFractions | None:
+        """Return what a device of this worker does in training; None if unknown."""
+        return self.import_module("costs").profile(train, steps)
 
     def require_eager_loop(self) -> None:
         """Raise RuntimeError where a loop over data would be compiled and unrolled."""

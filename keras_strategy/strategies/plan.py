@@ -1,14 +1,16 @@
 """Prediction of a training step's memory, before anything is trained."""
 
 import contextlib
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
 from keras import ops, tree
 
 from keras_strategy.core import context
+from keras_strategy.core.protocols import PlannedStep
 from keras_strategy.core.registry import get_engine, preserve_random_states
 from keras_strategy.keras_patches.patch import install_for
 from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_dtype
@@ -176,41 +178,20 @@ def plan_step(
             optimizer.build(weights)
         trained = {id(variable) for variable in known.trainable_variables}
         others = sum([byte_count(v) for v in known.variables if id(v) not in trained])
+        step = PlannedStep(
+            _loss_of(known),
+            weights,
+            known.non_trainable_variables,
+            functools.partial(_inputs_of, known),
+            -(-rows // devices),
+            optimizer,
+            devices,
+        )
         choices = []
         for option in _CHOICES if shard == "all" else (shard,):
-            applied = option if devices > 1 else None
-            reason = option and get_engine().sharding_unsupported_reason(option)
-            try:
-                if reason:
-                    raise ValueError(f"shard={option!r} is unsupported: {reason}")
-                stored = planner.local_bytes(
-                    weights, optimizer.variables, optimizer, devices, applied
-                )
-            except ValueError as error:
-                choices.append(PlannedChoice(option, fits=False, note=str(error)))
-                continue
-            peak, note, fits = None, "", None
-            try:
-                step = (
-                    _loss_of(known),
-                    optimizer,
-                    weights,
-                    known.non_trainable_variables,
-                )
-                inputs = _inputs_of(known, -(-rows // devices))
-                peak = planner.measure_step(*step, inputs, devices, applied)
-                peak += sum(stored) + others
-            except Exception as error:  # a layer may need values
-                is_ours = isinstance(error, NotImplementedError)
-                text = str(error) if is_ours else f"{type(error).__name__}: {error}"
-                note = f"The peak is unknown: {text}".partition("\n")[0]
-            # The gradients take as many bytes as their weights.
-            least = peak or sum(stored) + others + stored[0]
-            if memory is not None and (peak is not None or least > memory):
-                fits = least <= memory
-            choices.append(PlannedChoice(option, *stored, others, peak, fits, note))
-        fitting = [choice for choice in choices if choice.fits is not False]
-        cheapest = next(iter(fitting), None)
+            applied = replace(step, shard=option if devices > 1 else None)
+            choices.append(_choose(option, applied, others, memory))
+        cheapest = next((c for c in choices if c.fits is not False), None)
         title = (
             f"Bytes on each of {devices} devices in a step of {rows} rows, for the "
             f"model '{known.name}' on {keras.backend.backend()}:"
@@ -219,6 +200,33 @@ def plan_step(
 
     with preserve_random_states():
         return planner.without_memory(predict)
+
+
+def _choose(
+    option: str | None, step: PlannedStep, others: int, memory: float | None
+) -> PlannedChoice:
+    engine, planner = get_engine(), get_engine().planner
+    reason = option and engine.sharding_unsupported_reason(option)
+    if reason:
+        reason = f"shard={option!r} is unsupported: {reason}"
+        return PlannedChoice(option, fits=False, note=reason)
+    try:
+        parameters, slots = planner.local_bytes(step)
+    except ValueError as error:
+        return PlannedChoice(option, fits=False, note=str(error))
+    stored, peak, fits, note = parameters + slots + others, None, None, ""
+    try:
+        measured = planner.measure_step(step)
+    except Exception as error:  # a layer may need values
+        measured = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if isinstance(measured, str):
+        note = f"The peak is unknown: {measured}"
+        least = stored + parameters  # as many bytes as the gradients take
+    else:
+        peak = least = stored + measured
+    if memory is not None and (peak is not None or least > memory):
+        fits = least <= memory
+    return PlannedChoice(option, parameters, slots, others, peak, fits, note)
 
 
 def _check(name: str, value: Any, is_valid: bool, expected: str) -> None:

@@ -270,6 +270,7 @@ def test_unknown_peak_has_a_reason():
     assert f"The peak is unknown: {reason}" in choice.note
 
 
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="it measures no peak")
 def test_unknown_length_is_reported():
     def build():
         model = keras.Sequential([keras.Input((None, 8)), layers.Dense(16)])

@@ -2,12 +2,13 @@
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from keras.optimizers import Optimizer
 
+from keras_strategy.core.protocols import PlannedStep
 from keras_strategy.keras_patches.patch import (
     hook,
     in_distributed_scope,
@@ -18,6 +19,7 @@ from keras_strategy.training.sharding import (
     OPTIMIZER_SHARDING,
     FlatShards,
     OptimizerSharding,
+    flat_shards_of,
     is_elementwise,
     is_factored,
     is_per_weight,
@@ -141,31 +143,36 @@ def _apply_weight_decay(original, sharding, self, variables):
         original(self, variables)
 
 
-def local_slot_bytes(slots: Sequence[Any], replicas: int, shard: str | None) -> int:
-    """Return the most bytes of slots, created outside of scopes, on a replica."""
+def sharding_by_weight(step: PlannedStep) -> OptimizerSharding | None:
+    """Return one that keeps weights whole; raise ValueError if weights have none."""
+    owners = {slot_origin(slot)[0] for slot in step.optimizer.variables} - {None}
+    shardings = [new_sharding(o, step.replicas) for o in owners or {step.optimizer}]
+    if None in shardings:
+        raise unshardable_error(step.optimizer)
+    return next((x for x in shardings if x is not None and not x.elementwise), None)
+
+
+def local_bytes(step: PlannedStep) -> tuple[int, int]:
+    """Return the most bytes of weights and of slots on a replica."""
     shardings: dict[Any, Any] = {}
 
     def shards_of(slot: Any) -> FlatShards | None:
         optimizer, weight = slot_origin(slot)
-        if shard is None or optimizer is None or weight.overwrite_with_gradient:
+        if step.shard is None or optimizer is None or weight.overwrite_with_gradient:
             return None
         if optimizer not in shardings:
-            shardings[optimizer] = new_sharding(optimizer, replicas)
+            shardings[optimizer] = new_sharding(optimizer, step.replicas)
         sharding = shardings[optimizer]
         return None if sharding is None else sharding.shards_for(weight, slot.shape)
 
-    return local_bytes(slots, map(shards_of, slots), replicas)
+    def most(variables: Sequence[Any], shards: Callable[[Any], Any]) -> int:
+        local = np.zeros(step.replicas, "int64")
+        for variable in variables:
+            size: Any = byte_count(variable)
+            if (of_variable := shards(variable)) is not None:
+                elements = np.diff(of_variable.bounds)[:, 0]
+                size = elements * size // max(int(elements.sum()), 1)
+            local += size
+        return int(local.max())
 
-
-def local_bytes(
-    variables: Sequence[Any], shards: Iterable[FlatShards | None], replicas: int
-) -> int:
-    """Return the most bytes of variables, whole or in shards, on a replica."""
-    local = np.zeros(replicas, "int64")
-    for variable, of_variable in zip(variables, shards, strict=True):
-        size: Any = byte_count(variable)
-        if of_variable is not None:
-            elements = np.diff(of_variable.bounds)[:, 0]
-            size = elements * size // max(int(elements.sum()), 1)
-        local += size
-    return int(local.max())
+    return most(step.weights, flat_shards_of), most(step.optimizer.variables, shards_of)
