@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 import keras_strategy
-from keras_strategy.core.registry import get_engine
+from benchmarks.counts import count_operations
 
 _OURS = str(Path(keras_strategy.__file__).parent)
 
@@ -58,7 +58,7 @@ def figures_of(train: Callable[[int], None], model: keras.Model) -> Figures:
         The figures. What a call costs once is not in those of a step: they are the
         difference of a long and a short call.
     """
-    count = get_engine().count_operations
+    count = count_operations
     # First of all, so that the replicas' threads start under the profiler.
     python_calls(train, 2)
     calls = python_calls(train, 30) - python_calls(train, 10)

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
-from keras_strategy.core.registry import get_engine
+from benchmarks.counts import count_operations
 
 BATCH = 8  # of all workers
 SHORT, LONG = 4, 8
@@ -261,9 +261,7 @@ def _figures(strategy: Any, model: keras.Model, make: Callable) -> InputFigures:
     # Compiles; and on torch, who sums what comes in which order is known after it.
     for _ in range(2):
         train(SHORT)
-    collectives = [
-        get_engine().count_operations(train, steps)[0] for steps in (SHORT, LONG)
-    ]
+    collectives = [count_operations(train, steps)[0] for steps in (SHORT, LONG)]
     watched = [_watched(strategy, model, make, steps) for steps in (SHORT, LONG)]
     pairs = [*zip(*watched, strict=True), collectives]
     return InputFigures(*((long - short) / (LONG - SHORT) for short, long in pairs))

@@ -193,7 +193,7 @@ def _measured(width: int, call: str) -> Iterator[tuple]:
                 model.compile(keras.optimizers.Adam(), "mse")
                 model.optimizer.build(model.trainable_variables)
                 if call == "fit":
-                    program = _program(model, width)
+                    program = program_of_fit(model, width)
                     text, memory = program.as_text(), program.memory_analysis()
             if call == "run":
                 text, memory = _of_run(strategy, model, width)
@@ -234,8 +234,13 @@ def _of_run(strategy: Any, model: Any, width: int) -> tuple[str, Any]:
     return module.to_string(), memories[largest]
 
 
-def _program(model: Any, width: int) -> Any:
-    """Return the step of `fit`, compiled as Keras compiles it."""
+def program_of_fit(model: Any, width: int) -> Any:
+    """Compile the step of `fit` as Keras compiles it.
+
+    Args:
+        model: A compiled model.
+        width: Of its inputs and outputs.
+    """
     import jax
     import keras
     import numpy as np

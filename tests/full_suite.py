@@ -159,7 +159,7 @@ ON_ONE: dict[str, list[str]] = {
         "keras_patches/test_late_patches.py::test_patches_are_installed_for_several_replicas",
         "strategies/test_exact_recipes.py::test_exact_program_equals_one_device",
         "strategies/test_exact_recipes.py::test_gan_loop_equals_one_device",
-        "strategies/test_plan.py::test_activations_are_those_of_fullest_device",
+        "strategies/test_plan.py::test_peak_is_that_of_fullest_device",
         "strategies/test_plan.py::test_existing_model_has_the_plan_of_a_new_one",
         "strategies/test_plan.py::test_model_larger_than_memory_allocates_nothing",
         "strategies/test_virtual_replicas.py::test_fit_equals_one_device_and_has_same_bits",

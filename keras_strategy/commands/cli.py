@@ -89,11 +89,11 @@ exit codes:
   1    they differ, or the program raised or calls no `fit`"""
 _PLAN = """\
 Runs a program, which builds its model, up to its first `fit`. Prints the bytes of a
-step on each device and what it sends, for each `shard` option, and ends the program."""
+step on each device for each `shard` option, and ends the program."""
 _PLAN_EXAMPLES = """\
 examples:
   keras-strategy plan --devices 8 train.py
-  keras-strategy plan --devices 512 --memory 80GB --bandwidth 50GB train.py
+  keras-strategy plan --devices 512 --memory 80GB train.py
 
 exit codes:
   0    a choice fits in the memory, or none is given
@@ -267,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     summary = "compare a program's replicas with one device"
     _add_program(add("verify", summary, _VERIFY, _VERIFY_EXAMPLES))
 
-    summary = "predict the memory and traffic of a program's step"
+    summary = "predict the memory of a program's step"
     plan = add("plan", summary, _PLAN, _PLAN_EXAMPLES)
     plan.add_argument(
         "--shard", choices=("none", "optimizer", "parameters", "all"), default="all"
@@ -277,7 +277,6 @@ def _parser() -> argparse.ArgumentParser:
         plan,
         ("batch-size", _int_from(1), None, "N", "rows of a step (default: of fit)"),
         ("memory", _bytes, None, "SIZE", "of a device, such as 80GB or 16GiB"),
-        ("bandwidth", _bytes, None, "SIZE", "what a device sends in a second"),
     )
     _add_program(plan)
 

@@ -58,7 +58,7 @@ def _plan(options: argparse.Namespace, arguments: dict[str, Any]) -> int:
     sizes = None, options.batch_size or rows, options.devices, shard
     # A new thread is in no scope of a strategy.
     with ThreadPoolExecutor(1) as pool:
-        task = pool.submit(plan_step, model, *sizes, options.memory, options.bandwidth)
+        task = pool.submit(plan_step, model, *sizes, options.memory)
     print(task.result())
     return int(task.result().cheapest is None)
 

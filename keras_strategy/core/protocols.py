@@ -8,11 +8,11 @@ what cannot be written once for all backends.
 
 import contextlib
 import importlib
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from keras import ops
 
@@ -212,55 +212,6 @@ class Replica(Protocol):
         """Set only this replica's component of `variable`."""
 
 
-@dataclass(frozen=True)
-class StepTrace:
-    """Bytes of one replica's step, without weights and slots."""
-
-    activations: int  # tensors that the backward pass reads
-    outputs: int = 0  # kept until the end of the step
-    most_forward: int = 0  # at once in the forward pass
-    most: int = 0  # and until the end of the backward pass, with the gradients
-    most_lean: int = 0  # the same, without gradients that are complete
-    update: int = 0  # temporaries of the optimizer
-    # By the index of a weight: its bytes in the dtype in which a layer reads it.
-    casts: Mapping[int, int] = field(default_factory=dict)
-    saved: frozenset[int] = frozenset()  # weights that the backward pass reads
-
-
-@dataclass(frozen=True)
-class PlannedChoice:
-    """Predicted bytes on the fullest device, and its traffic, with one `shard` option.
-
-    Attributes:
-        shard: The strategy's `shard` option.
-        parameters: The trainable weights.
-        gradients: Their gradients.
-        slots: The optimizer's variables.
-        others: The model's other variables.
-        activations: Tensors that the backward pass reads, or None if unknown.
-        peak: The most bytes at once, or None if unknown.
-        collectives: The number of collectives in a step.
-        sent: Bytes that a device sends in a step, in rings.
-        communication_seconds: The time to send them, or None without a bandwidth.
-        fits: False if the memory is too small or `shard` is unsupported; None if
-            unknown.
-        note: Why `shard` is unsupported, or a value is unknown.
-    """
-
-    shard: str | None
-    parameters: int = 0
-    gradients: int = 0
-    slots: int = 0
-    others: int = 0
-    activations: int | None = None
-    peak: int | None = None
-    collectives: int = 0
-    sent: int = 0
-    communication_seconds: float | None = None
-    fits: bool | None = None
-    note: str = ""
-
-
 class AuditAdapter(Protocol):
     """Access to a backend's own state, and to a model's steps, for an audit."""
 
@@ -310,6 +261,29 @@ class AuditAdapter(Protocol):
         self, model: Any, kind: str, strategy: Any
     ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         """Return a model's step on replicas and on one device, functions of a batch."""
+
+
+class TimeFractions(NamedTuple):
+    """Fractions of the time of several steps, and their number of collectives."""
+
+    computing: float
+    collecting: float
+    collectives: int
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A training step of one replica, for `plan`."""
+
+    loss_of: Callable[[Any, Any, Any], tuple[Any, Any]]  # and outputs
+    # The arguments of `loss_of` are values of these two, and inputs.
+    weights: Sequence[Any]
+    states: Sequence[Any]
+    inputs: Callable[[int], Any]  # returns symbolic ones of so many rows
+    rows: int
+    optimizer: Any
+    replicas: int
+    shard: str | None = None
 
 
 class Engine(Protocol):
@@ -411,9 +385,10 @@ class Engine(Protocol):
 
     @property
     def planner(self) -> Any:
-        """Module with `without_memory`, `trace_step` and `predict`, for `plan`."""
+        """Module for `plan`, of three functions."""
         # `without_memory` calls a function of which no tensor takes memory. In it,
-        # `trace_step` takes functions of weights' values and of their gradients.
+        # `local_bytes` returns the bytes of weights and slots on the fullest device,
+        # and `measure_step` the most that a step takes beside the variables.
         return self.import_module("costs")
 
     def copy_to(self, value: Any, device: str) -> Any:
@@ -463,17 +438,9 @@ class Engine(Protocol):
     def checkpoints(self, thing: Any, folder: Any, cluster: "Cluster | None") -> Any:
         """Return a handler of this backend's checkpoints, or None."""
 
-    def count_operations(
-        self, train: Callable[[int], None], steps: int
-    ) -> tuple[int, int, int, int]:
-        """Count the collectives, a replica's bytes in them, programs and copies."""
-        return self.import_module("costs").count(train, steps)
-
-    def compute_and_comm_fractions(
-        self, train: Callable[[int], None], steps: int
-    ) -> tuple[float, float] | None:
-        """Return the shares of computing and collectives in time; None if unknown."""
-        return self.import_module("costs").shares(train, steps)
+    def profile(self, train: Callable[[int], None], steps: int) -> TimeFractions | None:
+        """Return what a device of this worker does in training; None if unknown."""
+        return self.import_module("costs").profile(train, steps)
 
     def require_eager_loop(self) -> None:
         """Raise RuntimeError where a loop over data would be compiled and unrolled."""

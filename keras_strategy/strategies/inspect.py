@@ -302,11 +302,8 @@ class StepProfile:
         seconds: Time of a step, measured without a profiler.
         calling_thread: Fraction of it in which the calling thread was busy, with
             Python or with the backend's computation in this thread.
-        collectives: Collectives in a step.
-        bytes: Bytes that one replica contributes to them in a step.
+        collectives: Collectives in a step, or None if unknown.
         gradient_bytes: Bytes of one copy of a model's gradients, or None.
-        compilations: Programs that a step compiled again; should be 0.
-        copies: Copies between host and devices, and between devices, in a step.
         computing: Fraction of the time in which a device computed, or None if unknown.
         collecting: Fraction in which it was in collectives without computing,
             including the wait for other replicas, or None.
@@ -315,25 +312,20 @@ class StepProfile:
     title: str
     seconds: float
     calling_thread: float
-    collectives: float
-    bytes: float
+    collectives: float | None
     gradient_bytes: int | None
-    compilations: float
-    copies: float
     computing: float | None
     collecting: float | None
 
     def __str__(self) -> str:
-        sent = f"{self.collectives:g}, of {self.bytes:,.0f} bytes from each replica"
-        if self.gradient_bytes is not None:
-            sent += f" (its gradients are {self.gradient_bytes:,})"
         rows = [
             ("step time", f"{1000 * self.seconds:.2f} ms"),
             ("calling thread", f"{100 * self.calling_thread:3.0f} % at work"),
-            ("collectives", sent),
-            ("compiled again", f"{self.compilations:g} programs"),
-            ("copies", f"{self.copies:g}"),
         ]
+        if self.collectives is not None:
+            rows.append(("collectives", f"{self.collectives:g} in a step"))
+        if self.gradient_bytes is not None:
+            rows.append(("gradients", f"{self.gradient_bytes:,} bytes"))
         if self.computing is None or self.collecting is None:
             rows.append(("shares", "not reported by this backend's profiler"))
         else:
@@ -353,11 +345,11 @@ def profile(
     batch_size: int = 32,
     steps: int = 20,
 ) -> StepProfile:
-    """Count and time what a training step does.
+    """Time what a training step does, and count its collectives.
 
     This trains: it calls `fit` of a model on rows of `x` and `y`, or the function, 40
-    times and more. Several workers must call it together. Counts are what the backend
-    was asked to do; times are those of this worker's first device.
+    times and more. Several workers must call it together. Times and collectives are
+    those of this worker's first device.
 
     Args:
         model_or_fn: A compiled model, or a function without arguments that does one
@@ -421,23 +413,17 @@ def profile(
     seconds = time.perf_counter() - begin
     at_work = time.thread_time() - at_work
     engine = get_engine()
-    short, long = (engine.count_operations(train, n) for n in (_SHORT, _SHORT + steps))
-    counts = [(b - a) / steps for a, b in zip(short, long, strict=True)]
-    collectives, sent, compilations, copies = counts
-    shares = engine.compute_and_comm_fractions(train, steps) or (None, None)
+    short, long = (engine.profile(train, n) for n in (_SHORT, _SHORT + steps))
     if isinstance(model_or_fn, keras.Model):  # built by now
         gradient_bytes = sum(map(byte_count, model_or_fn.trainable_variables))
     return StepProfile(
         title,
         seconds=seconds / steps,
         calling_thread=at_work / seconds,
-        collectives=collectives,
-        bytes=sent,
+        collectives=long and short and (long.collectives - short.collectives) / steps,
         gradient_bytes=gradient_bytes,
-        compilations=compilations,
-        copies=copies,
-        computing=shares[0],
-        collecting=shares[1],
+        computing=long and long.computing,
+        collecting=long and long.collecting,
     )
 
 

@@ -1,20 +1,45 @@
-"""Prediction of a training step's memory and traffic, before anything is trained."""
+"""Prediction of a training step's memory, before anything is trained."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
-from keras import tree
+from keras import ops, tree
 
 from keras_strategy.core import context
-from keras_strategy.core.protocols import PlannedChoice, StepTrace
+from keras_strategy.core.protocols import PlannedStep
 from keras_strategy.core.registry import get_engine, preserve_random_states
 from keras_strategy.keras_patches.patch import install_for
 from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_dtype
 
 _CHOICES = (None, "optimizer", "parameters")
+
+
+@dataclass(frozen=True)
+class PlannedChoice:
+    """Bytes on the fullest device with one `shard` option.
+
+    Attributes:
+        shard: The strategy's `shard` option.
+        parameters: The trainable weights. Their gradients take as many bytes.
+        slots: The optimizer's variables.
+        others: The model's other variables.
+        peak: The most bytes at once in a step, or None if it was not measured.
+        fits: False if the memory is too small or `shard` is unsupported; None if
+            unknown.
+        note: Why `shard` is unsupported, or the peak was not measured.
+    """
+
+    shard: str | None
+    parameters: int = 0
+    slots: int = 0
+    others: int = 0
+    peak: int | None = None
+    fits: bool | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -24,8 +49,8 @@ class Plan:
     Attributes:
         title: What was planned.
         choices: A prediction for each `shard` option. Sizes are in bytes.
-        cheapest: The choice that fits and sends the fewest bytes, of equal ones that
-            with the lowest peak; None if nothing fits.
+        cheapest: The first choice that is not known to exceed the memory, which shards
+            the least of them; None if nothing fits.
     """
 
     title: str
@@ -33,8 +58,11 @@ class Plan:
     cheapest: PlannedChoice | None
 
     def __str__(self) -> str:
-        names = [name for name in vars(self.choices[0]) if name != "note"]
-        rows = [[name.replace("_", " ") for name in names]]
+        names = ["shard", "parameters", "slots", "others"]
+        for name in ("peak", "fits"):
+            if any(getattr(choice, name) is not None for choice in self.choices):
+                names.append(name)
+        rows = [names]
         for choice in self.choices:
             values = [getattr(choice, name) for name in names[1:]]
             rows.append([str(choice.shard), *map(_text, values)])
@@ -53,7 +81,7 @@ def _text(value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return f"{value:,}"
 
 
 def plan(
@@ -62,13 +90,13 @@ def plan(
     devices: int,
     shard: str | None = "all",
     memory: float | None = None,
-    bandwidth: float | None = None,
 ) -> Plan:
-    """Predict the memory and traffic of a training step, before anything is trained.
+    """Predict the memory of a training step, before anything is trained.
 
     No tensor of the model takes memory, so it may be larger than a device. The bytes of
-    variables equal those of a strategy's `memory_report`. The time is that of
-    communication alone. ZeRO's stages (Rajbhandari et al., 2020,
+    variables equal those of a strategy's `memory_report`. The peak is measured: on JAX
+    by the compiler, where this process has as many devices; on torch on fake tensors,
+    with `shard=None`. ZeRO's stages (Rajbhandari et al., 2020,
     https://arxiv.org/abs/1910.02054) 1 and 3 are "optimizer" and "parameters".
 
     Args:
@@ -79,7 +107,6 @@ def plan(
         devices: The number of replicas, each with one device.
         shard: One of the strategies' options, or "all" for a line of each.
         memory: Bytes of a device's memory.
-        bandwidth: Bytes that a device sends in a second.
 
     Returns:
         A `Plan`, which prints as a table.
@@ -102,16 +129,15 @@ def plan(
         return model
 
 
-    plan = ks.plan(build, batch_size=64, devices=8, bandwidth=10e9)
+    plan = ks.plan(build, batch_size=64, devices=8, memory=16e9)
     print(plan)
     assert plan.choices[0].parameters == 4 * 513 * 512
     ```
     """
     for name, value in (("batch_size", batch_size), ("devices", devices)):
         _check(name, value, isinstance(value, int) and value > 0, "an integer from 1")
-    for name, value in (("memory", memory), ("bandwidth", bandwidth)):
-        is_valid = value is None or (isinstance(value, int | float) and value > 0)
-        _check(name, value, is_valid, "a positive number of bytes, or None")
+    is_valid = memory is None or (isinstance(memory, int | float) and memory > 0)
+    _check("memory", memory, is_valid, "a positive number of bytes, or None")
     is_choice = shard in (*_CHOICES, "all")
     _check("shard", shard, is_choice, "None, 'optimizer', 'parameters' or 'all'")
     if context.has_strategy():
@@ -125,7 +151,7 @@ def plan(
             "Argument `build` must be a function without arguments that returns a "
             f"Keras model, such as `lambda: make_model()`. Received: build={build!r}"
         )
-    return plan_step(None, build, batch_size, devices, shard, memory, bandwidth)
+    return plan_step(None, build, batch_size, devices, shard, memory)
 
 
 def plan_step(
@@ -135,7 +161,6 @@ def plan_step(
     devices: int,
     shard: str | None,
     memory: float | None,
-    bandwidth: float | None,
 ) -> Plan:
     """Plan a new model, or one that exists and is not used afterwards."""
     install_for(2)  # the patches that mark slots
@@ -153,22 +178,20 @@ def plan_step(
             optimizer.build(weights)
         trained = {id(variable) for variable in known.trainable_variables}
         others = sum([byte_count(v) for v in known.variables if id(v) not in trained])
-        trace, note = _trace(known, weights, optimizer, -(-rows // devices))
+        step = PlannedStep(
+            _loss_of(known),
+            weights,
+            known.non_trainable_variables,
+            functools.partial(_inputs_of, known),
+            -(-rows // devices),
+            optimizer,
+            devices,
+        )
         choices = []
         for option in _CHOICES if shard == "all" else (shard,):
-            reason = option and get_engine().sharding_unsupported_reason(option)
-            if reason:
-                reason = f"shard={option!r} is unsupported: {reason}"
-                choices.append(PlannedChoice(option, fits=False, note=reason))
-                continue
-            choice = planner.predict(
-                *(weights, optimizer.variables, optimizer, devices),
-                *(option if devices > 1 else None, trace),
-            )
-            choice = replace(choice, shard=option, others=others)
-            choices.append(_complete(choice, trace, note, memory, bandwidth))
-        fitting = [choice for choice in choices if choice.fits is not False]
-        cheapest = min(fitting, key=lambda c: (c.sent, c.peak or 0), default=None)
+            applied = replace(step, shard=option if devices > 1 else None)
+            choices.append(_choose(option, applied, others, memory))
+        cheapest = next((c for c in choices if c.fits is not False), None)
         title = (
             f"Bytes on each of {devices} devices in a step of {rows} rows, for the "
             f"model '{known.name}' on {keras.backend.backend()}:"
@@ -177,6 +200,33 @@ def plan_step(
 
     with preserve_random_states():
         return planner.without_memory(predict)
+
+
+def _choose(
+    option: str | None, step: PlannedStep, others: int, memory: float | None
+) -> PlannedChoice:
+    engine, planner = get_engine(), get_engine().planner
+    reason = option and engine.sharding_unsupported_reason(option)
+    if reason:
+        reason = f"shard={option!r} is unsupported: {reason}"
+        return PlannedChoice(option, fits=False, note=reason)
+    try:
+        parameters, slots = planner.local_bytes(step)
+    except ValueError as error:
+        return PlannedChoice(option, fits=False, note=str(error))
+    stored, peak, fits, note = parameters + slots + others, None, None, ""
+    try:
+        measured = planner.measure_step(step)
+    except Exception as error:  # a layer may need values
+        measured = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if isinstance(measured, str):
+        note = f"The peak is unknown: {measured}"
+        least = stored + parameters  # as many bytes as the gradients take
+    else:
+        peak = least = stored + measured
+    if memory is not None and (peak is not None or least > memory):
+        fits = least <= memory
+    return PlannedChoice(option, parameters, slots, others, peak, fits, note)
 
 
 def _check(name: str, value: Any, is_valid: bool, expected: str) -> None:
@@ -214,39 +264,8 @@ def _copy(variable: Any) -> Any:
     return copy
 
 
-def _trace(
-    model: Any, weights: Any, optimizer: Any, rows: int
-) -> tuple[StepTrace | None, str]:
-    """Return the trace of a replica's step, or why there is none."""
-
-    def zeros(x: Any) -> Any:
-        return keras.ops.zeros(x.shape, stored_dtype(x))
-
-    def rows_of(x: Any) -> Any:
-        if None in x.shape[1:]:
-            raise ValueError(
-                "Expected an input shape with only the number of rows unknown. "
-                f"Received: shape={x.shape}"
-            )
-        return keras.ops.zeros((rows, *x.shape[1:]), x.dtype)
-
-    def forward(values: Any) -> Iterator[Any]:
-        """Yield the outputs, and the loss."""
-        pairs = [*zip(model.trainable_variables, values, strict=True), *others]
-        with keras.StatelessScope(pairs):
-            outputs = loss = model(inputs, training=True)
-            yield outputs
-            # The targets of most losses are like outputs, or are classes.
-            for like in (keras.ops.zeros_like, classes_like):
-                targets = tree.map_structure(like, outputs)
-                with contextlib.suppress(Exception):
-                    loss = model.compute_loss(inputs, targets, outputs)
-                    break
-            yield loss
-
-    def classes_like(x: Any) -> Any:
-        return keras.ops.zeros(x.shape[:-1], "int32")
-
+def _inputs_of(model: Any, rows: int) -> Any:
+    """Return symbolic inputs of a model with a number of rows."""
     if isinstance(model, keras.Sequential):
         symbolic = model.inputs[0]
     elif getattr(model, "inputs", None):
@@ -254,39 +273,31 @@ def _trace(
     else:
         shape = (model.get_build_config() or {}).get("input_shape")
         symbolic = keras.KerasTensor(shape, model.compute_dtype)
-    try:
-        inputs = tree.map_structure(rows_of, symbolic)
-        others = [(v, zeros(v)) for v in model.non_trainable_variables]
-        apply = lambda gradients: optimizer.apply(gradients, weights)  # noqa: E731
-        values = list(map(zeros, weights))
-        return get_engine().planner.trace_step(forward, values, apply), ""
-    except Exception as error:  # a layer may need values
-        text = f"The activations are unknown: {type(error).__name__}: {error}"
-        return None, text.partition("\n")[0]
+
+    def with_rows(x: Any) -> Any:
+        if None in x.shape[1:]:
+            raise ValueError(
+                "Expected an input shape with only the number of rows unknown. "
+                f"Received: shape={x.shape}"
+            )
+        return keras.KerasTensor((rows, *x.shape[1:]), x.dtype)
+
+    return tree.map_structure(with_rows, symbolic)
 
 
-def _complete(
-    choice: PlannedChoice,
-    trace: StepTrace | None,
-    note: str,
-    memory: float | None,
-    bandwidth: float | None,
-) -> PlannedChoice:
-    """Return a choice with all variables in its peak, compared with the memory."""
-    if choice.fits is False:
-        return choice
-    variables, peak = choice.parameters + choice.slots + choice.others, None
-    if choice.peak is not None:
-        peak = variables + choice.peak
-    least = variables + choice.gradients if peak is None else peak
-    fits = None
-    if memory is not None and (peak is not None or least > memory):
-        fits = least <= memory
-    return replace(
-        choice,
-        activations=None if trace is None else trace.activations,
-        peak=peak,
-        communication_seconds=None if bandwidth is None else choice.sent / bandwidth,
-        fits=fits,
-        note=note or choice.note,
-    )
+def _loss_of(model: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """Return a function of variables' values and inputs, for the loss and outputs."""
+
+    def loss_of(values: Any, states: Any, inputs: Any) -> tuple[Any, Any]:
+        pairs = zip(model.trainable_variables, values, strict=True)
+        others = zip(model.non_trainable_variables, states, strict=True)
+        with keras.StatelessScope([*pairs, *others]):
+            outputs = model(inputs, training=True)
+            # The targets of most losses are like outputs, or are classes.
+            for like in (ops.zeros_like, lambda x: ops.zeros(x.shape[:-1], "int32")):
+                targets = tree.map_structure(like, outputs)
+                with contextlib.suppress(Exception):
+                    return model.compute_loss(inputs, targets, outputs), outputs
+            return sum(map(ops.sum, tree.flatten(outputs))), outputs
+
+    return loss_of

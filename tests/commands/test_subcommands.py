@@ -297,7 +297,7 @@ def test_verify_of_program_without_fit(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("memory", "rows", "status"), [("1MiB", 16, 0), ("80B", 2, 1), (None, 32, 0)]
+    ("memory", "rows", "status"), [("1MiB", 16, 0), ("40B", 2, 1), (None, 32, 0)]
 )
 def test_plan_reports_first_fit(memory, rows, status, tmp_path, capsys, monkeypatch):
     program = tmp_path / "train.py"
@@ -305,7 +305,7 @@ def test_plan_reports_first_fit(memory, rows, status, tmp_path, capsys, monkeypa
     program.write_text(PROGRAM.replace("{data}", data))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", [])
-    command = ["plan", "--devices", "4", "--bandwidth", "1kB"]
+    command = ["plan", "--devices", "4"]
     command += ["--memory", memory] if memory else []
     command += ["--batch-size", "2"] if rows == 2 else []
     with pytest.raises(SystemExit) as ended:
@@ -315,8 +315,6 @@ def test_plan_reports_first_fit(memory, rows, status, tmp_path, capsys, monkeypa
     assert f"4 devices in a step of {rows} rows" in out
     best = "nothing" if status else "shard='optimizer'"
     assert f"Cheapest that fits: {best}" in out
-    # 5 weights, in a ring: 2 * 3 / 4 * 20 bytes.
-    assert "0.03" in out
     assert keras.Model.fit.__qualname__.endswith("Trainer.fit")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_strategy as ks
-from keras_strategy.backends.tensorflow import costs
+from benchmarks import counts_tensorflow
 from tests.distributed.jobs import digits, in_charge, weights
 
 
@@ -163,7 +163,7 @@ def variables_and_dtypes() -> dict:
         for _ in range(steps):
             strategy.run(_sum_over_replicas, args=(tf.ones(()),))
 
-    result["collectives"], *_ = costs.count(sums, 4)
+    result["collectives"], *_ = counts_tensorflow.count(sums, 4)
     return result
 
 

@@ -6,7 +6,7 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from keras_strategy.core.registry import get_engine
+from benchmarks.counts import count_operations
 from keras_strategy.testing import WorkerRunner
 
 NORMALIZATIONS = 3
@@ -29,7 +29,7 @@ X = np.random.RandomState(0).rand(64, 5).astype("float32")
 
 def collectives_per_step(train):
     train(4)
-    short, long = (get_engine().count_operations(train, steps)[0] for steps in (2, 4))
+    short, long = (count_operations(train, steps)[0] for steps in (2, 4))
     return (long - short) / 2
 
 

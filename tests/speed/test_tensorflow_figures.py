@@ -12,8 +12,9 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 import keras_strategy as ks
+from benchmarks import counts_tensorflow
 from benchmarks.figures import figures_of
-from keras_strategy.backends.tensorflow import compile_cache, costs
+from keras_strategy.backends.tensorflow import compile_cache
 
 BATCH = 8
 X = np.random.RandomState(0).rand(64, 5).astype("float32")
@@ -72,8 +73,8 @@ def test_gradient_bytes_of_unknown_shapes(two):
         model.fit(batch.repeat(), steps_per_epoch=steps, verbose=0)
 
     train(1)
-    _, short, *_ = costs.count(train, 2)
-    _, long, *_ = costs.count(train, 3)
+    _, short, *_ = counts_tensorflow.count(train, 2)
+    _, long, *_ = counts_tensorflow.count(train, 3)
     gradients = sum(np.prod(v.shape) for v in model.trainable_variables)
     # The sum and the count of the loss travel, too.
     assert long - short == 4 * (gradients + 2)

@@ -1,4 +1,4 @@
-"""`plan`: a step's bytes and collectives, predicted before anything is trained."""
+"""`plan`: a step's bytes, found before anything is trained."""
 
 import functools
 import random
@@ -69,8 +69,6 @@ def assert_equals_report(build, replicas):
         report, choice = strategy.memory_report(model), by_shard[shard]
         for kind in ("parameters", "slots", "others"):
             assert getattr(choice, kind) == max(getattr(report, kind)), (shard, kind)
-        gradients = by_shard[None].parameters if shard != "parameters" else None
-        assert choice.gradients == (gradients or max(report.parameters))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -109,7 +107,7 @@ def in_bfloat16():
 def test_states_equal_zero_table(devices):
     """Rajbhandari et al., 2020, figure 1, for K = 12; stage 2 is no choice of ours."""
     per_weight = {
-        choice.shard: (choice.parameters + choice.gradients + choice.slots)
+        choice.shard: 2 * choice.parameters + choice.slots  # with the gradients
         for choice in ks.plan(in_bfloat16, 8, devices).choices
         if choice.parameters
     }
@@ -131,7 +129,7 @@ def test_unshardable_optimizer_is_reported():
 
 
 def test_model_larger_than_memory_allocates_nothing():
-    plan = functools.partial(ks.plan, batch_size=8, devices=512, memory=40e9)
+    plan = functools.partial(ks.plan, batch_size=8, devices=512, memory=35e9)
     plan(small)  # imports what planning needs
     tracemalloc.start()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -144,36 +142,6 @@ def test_model_larger_than_memory_allocates_nothing():
     assert result.choices[0].fits is False
 
 
-def test_traffic_is_that_of_rings():
-    choices = {c.shard: c for c in ks.plan(small, 8, 4, bandwidth=1e6).choices}
-    size = choices[None].gradients
-    assert choices[None].sent == round(2 * 3 / 4 * size)
-    assert choices[None].communication_seconds == choices[None].sent / 1e6
-    assert choices[None].collectives == 1
-    if BACKEND != "jax":  # processes on CPUs reduce-scatter
-        assert choices["optimizer"].sent == choices[None].sent
-        assert choices["optimizer"].collectives == 2
-
-
-@pytest.mark.skipif(BACKEND != "torch", reason="others have no units")
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_traffic_of_units(policy):
-    """Weights are gathered in the dtype in which layers read them."""
-
-    def build():
-        dense = [layers.Dense(1024, use_bias=False, dtype=policy) for _ in range(3)]
-        model = keras.Sequential([keras.Input((1024,)), *dense])
-        model.compile("adam", "mse")
-        return model
-
-    (choice,) = ks.plan(build, 8, 4, shard="parameters").choices
-    size = 4 * 1024**2
-    # The first is not read again, and the last is still there.
-    gathers = (1 + 2 + 1) * (size if policy == "float32" else size // 2)
-    assert choice.sent == round(3 / 4 * (gathers + 3 * size))
-    assert choice.collectives == 4 + 3
-
-
 def dense(width):
     hidden = [layers.Dense(width, "tanh") for _ in range(memory.LAYERS)]
     model = keras.Sequential([keras.Input((width,)), *hidden])
@@ -182,54 +150,71 @@ def dense(width):
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="others do not count their CPUs' memory")
-@pytest.mark.parametrize(
-    "shard, workers", [*((shard, 2) for shard in SHARDS), ("optimizer", 4)]
-)
-def test_peak_is_measured_peak(shard, workers, starter):
+def test_peak_is_measured_peak(starter):
     """By torch's profiler, as for the tables of docs/memory.md."""
     build = functools.partial(dense, 1100)
-    (choice,) = ks.plan(build, memory.ROWS, workers, shard).choices
-    with WorkerRunner(workers, timeout_seconds=120, starter=starter) as runner:
-        found = runner.run(memory_torch.of_worker, 1100, shard)
+    (choice,) = ks.plan(build, memory.ROWS, 2, shard=None).choices
+    with WorkerRunner(2, timeout_seconds=120, starter=starter) as runner:
+        found = runner.run(memory_torch.of_worker, 1100, None)
     assert choice.slots == max(worker.slots for worker in found)
     assert choice.peak == pytest.approx(max(one.most for one in found), rel=0.02)
-    sent = found[0].sent.values()
-    assert choice.sent == pytest.approx(sum(size for _, size in sent), rel=1e-3)
 
 
-def test_activations_are_those_of_fullest_device():
-    def build():
-        dense = [layers.Dense(64, "tanh", use_bias=False) for _ in range(2)]
-        model = keras.Sequential([keras.Input((32,)), *dense])
-        model.compile("sgd", "mse")
-        return model
+@pytest.mark.skipif(BACKEND != "jax", reason="the compiler reports it on JAX")
+@pytest.mark.parametrize("shard", SHARDS)
+def test_peak_is_that_of_the_program_of_fit(shard):
+    build = functools.partial(dense, 500)
+    (choice,) = ks.plan(build, memory.ROWS, 4, shard).choices
+    with ks.MirroredStrategy([f"cpu:{i}" for i in range(4)], shard=shard).scope():
+        model = build()
+        model.optimizer.build(model.trainable_variables)
+        found = memory.program_of_fit(model, 500).memory_analysis()
+    most = found.argument_size_in_bytes + found.temp_size_in_bytes
+    most += found.output_size_in_bytes - found.alias_size_in_bytes
+    assert choice.peak == pytest.approx(most, rel=0.02)
 
-    by_rows = [
-        ks.plan(build, rows, 1, shard=None).choices[0].activations for rows in (1, 2, 3)
-    ]
-    if BACKEND == "torch":
-        # Each tanh reads its output, each product its input, and the loss a difference.
-        columns = 32 + 64 + 64 + 64
-        assert by_rows[1] == pytest.approx(2 * 4 * columns, abs=8)
-    for rows, devices, local in ((8, 4, 2), (9, 4, 3), (2, 4, 1)):
+
+@pytest.mark.skipif(BACKEND != "jax", reason="the compiler needs the devices on JAX")
+def test_peak_needs_the_devices():
+    (choice,) = ks.plan(small, 64, 64, "parameters").choices
+    assert choice.peak is None and "compiles the step for 64 devices" in choice.note
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="it measures no peak")
+def test_peak_is_that_of_fullest_device():
+    build = functools.partial(dense, 64)
+
+    def step(rows, devices):
         (choice,) = ks.plan(build, rows, devices, shard=None).choices
-        assert choice.activations == by_rows[local - 1]
+        return choice.peak
+
+    by_rows = [step(rows, 1) for rows in (2, 3)]
+    assert by_rows[0] < by_rows[1]
+    assert step(9, 4) == step(12, 4) > step(8, 4)
 
 
 def test_cheapest_choice_fits():
     build = functools.partial(transformer, width=128)
-    choices = ks.plan(build, 8, 4).choices
-    assert all(choice.fits is None for choice in choices if choice.parameters)
-    peaks = [choice.peak for choice in choices]
+    plan = ks.plan(build, 8, 4)
+    assert all(choice.fits is None for choice in plan.choices if choice.parameters)
+    assert plan.cheapest == plan.choices[0]
+    peaks = [choice.peak for choice in plan.choices]
     if BACKEND == "tensorflow":
-        assert peaks == [None] * 3
-        plan = ks.plan(build, 8, 4, memory=choices[0].parameters)
+        assert peaks == [None] * 3 and "peak  " not in str(plan)
+        plan = ks.plan(build, 8, 4, memory=plan.choices[0].parameters)
         assert plan.cheapest is None and "fits: nothing" in str(plan)
-        return
-    plan = ks.plan(build, 8, 4, memory=min(peaks))
-    assert plan.cheapest == plan.choices[peaks.index(min(peaks))]
-    assert [choice.fits for choice in plan.choices].count(True) == 1
-    assert ks.plan(build, 8, 4, memory=min(peaks) - 1).cheapest is None
+    elif BACKEND == "torch":
+        assert peaks[0] and peaks[1:] == [None] * 2 and "shard=None only" in str(plan)
+        assert ks.plan(build, 8, 4, memory=peaks[0]).choices[0].fits is True
+        plan = ks.plan(build, 8, 4, memory=peaks[0] - 1)
+        assert [choice.fits for choice in plan.choices] == [False, None, None]
+        assert plan.cheapest == plan.choices[1]
+        assert ks.plan(build, 8, 4, memory=plan.choices[2].slots).cheapest is None
+    else:
+        plan = ks.plan(build, 8, 4, memory=min(peaks))
+        assert plan.cheapest == plan.choices[peaks.index(min(peaks))]
+        assert [choice.fits for choice in plan.choices].count(True) == 1
+        assert ks.plan(build, 8, 4, memory=min(peaks) - 1).cheapest is None
 
 
 def test_plan_changes_nothing():
@@ -252,7 +237,7 @@ def test_existing_model_has_the_plan_of_a_new_one(shard):
     new = ks.plan(transformer, 8, 4)
     with ks.MirroredStrategy(["cpu:0", "cpu:1"], shard=shard).scope():
         model = transformer()
-    existing = plan_step(model, None, 8, 4, "all", None, None)
+    existing = plan_step(model, None, 8, 4, "all", None)
     assert existing.choices == new.choices
 
 
@@ -261,7 +246,7 @@ class ReadsValues(layers.Layer):
         raise TypeError("it needs values")
 
 
-def test_unknown_activations_have_a_reason():
+def test_unknown_peak_has_a_reason():
     class Subclassed(keras.Model):
         def __init__(self):
             super().__init__()
@@ -280,11 +265,12 @@ def test_unknown_activations_have_a_reason():
         return model
 
     (choice,) = ks.plan(build, 8, 2, shard=None).choices
-    assert choice.activations is None and choice.peak is None
-    assert choice.parameters == 60
-    assert "activations are unknown: TypeError: " in choice.note
+    assert choice.peak is None and choice.parameters == 60
+    reason = "TensorFlow allocates" if BACKEND == "tensorflow" else "TypeError: "
+    assert f"The peak is unknown: {reason}" in choice.note
 
 
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="it measures no peak")
 def test_unknown_length_is_reported():
     def build():
         model = keras.Sequential([keras.Input((None, 8)), layers.Dense(16)])
@@ -292,7 +278,7 @@ def test_unknown_length_is_reported():
         return model
 
     (choice,) = ks.plan(build, 8, 2, shard=None).choices
-    assert choice.activations is None and "shape=(None, None, 8)" in choice.note
+    assert choice.peak is None and "shape=(None, None, 8)" in choice.note
 
 
 def unbuilt():
@@ -308,7 +294,6 @@ def unbuilt():
         (ValueError, "`devices` must be an integer .*devices=1.5", (small, 8, 1.5)),
         (ValueError, "`shard` must be None, .*shard='zero'", (small, 8, 2, "zero")),
         (ValueError, "`memory` must be .*memory='1GB'", (small, 8, 2, "all", "1GB")),
-        (ValueError, "`bandwidth` must .*bandwidth=0", (small, 8, 2, None, None, 0)),
         (TypeError, "`build` must return .* returns None", (lambda: None, 8, 2)),
         (TypeError, "`build` must be a function .*build=7", (7, 8, 2)),
         (ValueError, "built=False. Call `model.compile`", (unbuilt, 8, 2)),

@@ -1,26 +1,19 @@
-"""Costs of a training step on JAX: predicted for `plan`, and counted by its profiler.
+"""Costs of a training step on JAX: reported by its compiler and its profiler."""
 
-A plan needs no step: abstract evaluation finds what a gradient saves, and the shards
-are those of one program. The profiler records every collective that a device runs, with
-its program. The HLO text of that program contains the number of bytes.
-"""
-
-import collections
-import gc
-import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
-from keras_strategy.core.protocols import PlannedChoice, StepTrace
-from keras_strategy.keras_patches.variables_optimizers import byte_count
+from keras_strategy.backends.jax.distribution import ReplicaDistribution
+from keras_strategy.core.protocols import PlannedStep, TimeFractions
+from keras_strategy.devices import LogicalDevices
+from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_dtype
 from keras_strategy.training.reduction import compute_and_comm_fractions
-from keras_strategy.training.sharding import ShardSpec
+from keras_strategy.training.sharding import ShardSpec, creating_slots
 
 
 def without_memory(fn: Callable[[], Any]) -> Any:
@@ -29,147 +22,72 @@ def without_memory(fn: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def trace_step(
-    forward: Callable[[Any], Iterator[Any]], weights: list[Any], _: Any
-) -> StepTrace:
-    _, backward = jax.vjp(lambda values: list(forward(values))[-1], weights)
-    residuals = {id(x): x.nbytes for x in jax.tree.leaves(backward)}
-    for weight in weights:
-        residuals.pop(id(weight), None)
-    return StepTrace(sum(residuals.values()))
+def local_bytes(step: PlannedStep) -> tuple[int, int]:
+    def local(variable: Any, is_sharded: bool) -> int:
+        spec = ShardSpec.for_shape(tuple(variable.shape), step.replicas)
+        return byte_count(variable) // (spec.num_shards if is_sharded else 1)
+
+    weights = [local(weight, step.shard == "parameters") for weight in step.weights]
+    slots = [local(slot, step.shard is not None) for slot in step.optimizer.variables]
+    return sum(weights), sum(slots)
 
 
-def predict(
-    weights: Sequence[Any],
-    slots: Sequence[Any],
-    optimizer: Any,
-    replicas: int,
-    shard: str | None,
-    trace: StepTrace | None,
-) -> PlannedChoice:
-    def shards_of(variable: Any) -> int:
-        return ShardSpec.for_shape(tuple(variable.shape), replicas).num_shards
+def measure_step(step: PlannedStep) -> int | str:
+    devices = jax.devices()[: step.replicas]
+    if len(devices) < step.replicas:
+        return (
+            f"JAX compiles the step for {step.replicas} devices, and this process has "
+            f"{len(devices)}. `ks.config.set_logical_devices` sets those of CPUs."
+        )
+    names = tuple([(f"{device.platform}:{device.id}",) for device in devices])
+    distribution = ReplicaDistribution(LogicalDevices((names,)), shard=step.shard)
 
-    def local(variables: Sequence[Any], is_sharded: bool) -> int:
-        pairs = [(byte_count(v), shards_of(v) if is_sharded else 1) for v in variables]
-        return sum([size // shards for size, shards in pairs])
+    def abstract(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+        sharding = sharding or distribution.get_variable_layout(x)
+        return jax.ShapeDtypeStruct(tuple(x.shape), stored_dtype(x), sharding=sharding)
 
-    has_shards, share = shard == "parameters", (replicas - 1) / replicas
-    sizes = list(map(byte_count, weights))
-    sharded = [size for w, size in zip(weights, sizes, strict=True) if shards_of(w) > 1]
-    # A step of `fit` all-reduces whole gradients, and reduce-scatters those of shards.
-    sent = 2 * sum(sizes) + (sum(sharded) if shard == "optimizer" else 0)
-    collectives = 1 + len(sharded) * {None: 0, "optimizer": 1, "parameters": 2}[shard]
-    parameters = local(weights, has_shards)
-    peak = None
-    if trace is not None:
-        # Beside the gradients, a gathered weight with its gradient; or what an
-        # all-reduce returns.
-        buffer = parameters if replicas > 1 else 0
-        buffer = 2 * max(sizes, default=0) if has_shards else buffer
-        peak = parameters + buffer + trace.activations
-    return PlannedChoice(
-        shard,
-        parameters,
-        parameters,
-        local(slots, shard is not None),
-        peak=peak,
-        collectives=collectives * (replicas > 1),
-        sent=round(share * sent),
-    )
+    def train(state: Any, inputs: Any) -> Any:
+        values, states, slots = state
+        loss_of = jax.value_and_grad(step.loss_of, has_aux=True)
+        (_, outputs), gradients = loss_of(values, states, inputs)
+        values, slots = step.optimizer.stateless_apply(slots, gradients, values)
+        return outputs, (values, states, slots)
+
+    with creating_slots():
+        slots = list(map(abstract, step.optimizer.variables))
+    state = list(map(abstract, step.weights)), list(map(abstract, step.states)), slots
+    inputs = step.inputs(step.replicas * step.rows)
+    inputs = jax.tree.map(lambda x: abstract(x, distribution.split), inputs)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    program = jax.jit(train, out_shardings=(None, shardings), donate_argnums=0)
+    memory: Any = program.lower(state, inputs).compile().memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    size = sum([x.size * x.dtype.itemsize for x in jax.tree.leaves(inputs)])
+    return memory.temp_size_in_bytes + results + size // step.replicas
 
 
-# An asynchronous collective is counted at its start. A collective that XLA did not
-# combine with others keeps JAX's name.
-_COLLECTIVE = re.compile(
+# An asynchronous one counts at its start. One that was not combined keeps JAX's name.
+COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|"
     r"collective-broadcast|psum|all_gather|reduce_scatter)(-start)?(\.\d+)?"
 )
-_SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
-_compilations = 0
 
 
-def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
-    counts = _count(train, steps)
-    if counts is None:
-        # Again without the programs of other models. A program from the disk cache has
-        # lost the operation names that the profile uses.
-        gc.collect()  # objects that hold a program
-        jax.clear_caches()
-        config: Any = jax.config
-        enabled = config.jax_enable_compilation_cache
-        config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # or it ignores the new setting
-        try:
-            train(steps)
-            counts = _count(train, steps)
-        finally:
-            config.update("jax_enable_compilation_cache", enabled)
-            compilation_cache.reset_cache()
-    if counts is None:
-        raise RuntimeError(
-            "Could not identify the compiled program that the steps ran: none, or "
-            "several, of this process's programs have the operations of the profile. "
-            "Count the steps in a separate process."
-        )
-    return counts
-
-
-def _count(
-    train: Callable[[int], None], steps: int
-) -> tuple[int, int, int, int] | None:
-    before = _compilations
-    events = [(name, stats) for name, stats, _ in _profile(train, steps)]
-    compilations = _compilations - before
-    # The operations of each program, keyed by the profiler's program id.
-    programs: dict[Any, collections.Counter[str]] = collections.defaultdict(
-        collections.Counter
-    )
-    names: dict[Any, str] = {}
-    devices = {stats["device_ordinal"] for _, stats in events if "hlo_op" in stats}
-    first = min(devices, default=0)  # of this worker's
-    # A copy is counted once for each device that receives a part of an array, and once
-    # for each array that the host reads.
-    splits = transfers = 0
-    for name, stats in events:
-        if name == "DevicePutWithSharding":
-            splits += 1
-        elif name in ("DevicePut", "np.asarray(jax.Array)"):
-            transfers += 1
-        elif "hlo_op" in stats:
-            if stats["device_ordinal"] != first:
-                continue
-            program = stats["program_id"]
-            names[program] = stats["hlo_module"]
-            programs[program][stats["hlo_op"]] += 1
-    collectives = num_bytes = 0
-    for program, ops in programs.items():
-        counts = {op: n for op, n in ops.items() if _COLLECTIVE.fullmatch(op)}
-        if counts:
-            collectives += sum(counts.values())
-            sizes = _collective_bytes(names[program], set(ops), len(devices))
-            if sizes is None:
-                return None
-            num_bytes += sum(n * sizes[op] for op, n in counts.items())
-    return collectives, num_bytes, compilations, transfers + splits * len(devices)
-
-
-def shares(train: Callable[[int], None], steps: int) -> tuple[float, float] | None:
-    """Implement `Engine.compute_and_comm_fractions` for this process's first device."""
+def profile(train: Callable[[int], None], steps: int) -> TimeFractions | None:
     events = [
         (stats["device_ordinal"], stats["hlo_op"], span)
-        for _, stats, span in _profile(train, steps)
+        for _, stats, span in profile_events(train, steps)
         if "hlo_op" in stats
     ]
-    first = min((device for device, *_ in events), default=0)
-    return compute_and_comm_fractions(
-        (*span, bool(_COLLECTIVE.match(name)))
-        for device, name, span in events
-        if device == first
-    )
+    first = min([device for device, *_ in events], default=0)
+    local = [(name, span) for device, name, span in events if device == first]
+    spans = [(*span, bool(COLLECTIVE.match(name))) for name, span in local]
+    fractions = compute_and_comm_fractions(spans)
+    calls = [name for name, _ in local if COLLECTIVE.fullmatch(name)]
+    return fractions and TimeFractions(*fractions, len(calls))
 
 
-def _profile(
+def profile_events(
     train: Callable[[int], None], steps: int
 ) -> Iterator[tuple[str, dict[str, Any], tuple[float, float]]]:
     """Yield the name, statistics and time span of each profiled event."""
@@ -184,44 +102,3 @@ def _profile(
         for line in plane.lines:
             for event in line.events:
                 yield event.name, dict(event.stats), (event.start_ns, event.end_ns)
-
-
-def _collective_bytes(
-    module: str, ops: set[str], devices: int
-) -> dict[str, int] | None:
-    """Return the bytes a replica sends in each collective of a program, or None."""
-    # An executable does not report the profiler's program id. Its name, which others
-    # may share, and its operations identify the program, if exactly one result fits.
-    candidates = []
-    for executable in jax.devices()[0].client.live_executables():
-        text = executable.hlo_modules()[0].to_string()
-        lines = dict(re.findall(r"^\s*(?:ROOT )?%(\S+) = (.*)$", text, re.MULTILINE))
-        if text.startswith(f"HloModule {module},") and ops <= set(lines):
-            names = filter(_COLLECTIVE.fullmatch, ops)
-            sizes = {op: _input_bytes(lines[op], devices) for op in names}
-            candidates += [sizes] if sizes not in candidates else []
-    return candidates[0] if len(candidates) == 1 else None
-
-
-def _input_bytes(operation: str, devices: int) -> int:
-    """Return the bytes of one replica's input of a collective, given its HLO text."""
-    result, name = re.split(r" (?=[a-z-]+\()", operation, maxsplit=1)
-    size = sum(
-        math.prod(map(int, filter(None, dimensions.split(","))))
-        * (1 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0]) // 8)
-        for dtype, dimensions in _SHAPE.findall(result)
-    )
-    if name.startswith("all-gather"):
-        return size // devices
-    if name.startswith("reduce-scatter"):
-        return size * devices
-    return size
-
-
-def _listen(event: str, duration_secs: float, **kwargs: Any) -> None:
-    global _compilations
-    _compilations += event == "/jax/core/compile/backend_compile_duration"
-
-
-# Registered once per process: JAX has no public way to unregister a listener.
-jax.monitoring.register_event_duration_secs_listener(_listen)

@@ -2,13 +2,13 @@
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from keras.optimizers import LossScaleOptimizer, Optimizer
+from keras.optimizers import Optimizer
 
-from keras_strategy.core.registry import get_engine
+from keras_strategy.core.protocols import PlannedStep
 from keras_strategy.keras_patches.patch import (
     hook,
     in_distributed_scope,
@@ -17,7 +17,9 @@ from keras_strategy.keras_patches.patch import (
 from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.training.sharding import (
     OPTIMIZER_SHARDING,
+    FlatShards,
     OptimizerSharding,
+    flat_shards_of,
     is_elementwise,
     is_factored,
     is_per_weight,
@@ -141,28 +143,36 @@ def _apply_weight_decay(original, sharding, self, variables):
         original(self, variables)
 
 
-def plan_slots(
-    slots: Sequence[Any], replicas: int, shard: str | None
-) -> tuple[int, bool]:
-    """Return the most bytes that a replica has of slots, and if these are sharded."""
-    local, shardings = np.zeros(replicas, "int64"), {}
-    for slot in slots:
+def sharding_by_weight(step: PlannedStep) -> OptimizerSharding | None:
+    """Return one that keeps weights whole; raise ValueError if weights have none."""
+    owners = {slot_origin(slot)[0] for slot in step.optimizer.variables} - {None}
+    shardings = [new_sharding(o, step.replicas) for o in owners or {step.optimizer}]
+    if None in shardings:
+        raise unshardable_error(step.optimizer)
+    return next((x for x in shardings if x is not None and not x.elementwise), None)
+
+
+def local_bytes(step: PlannedStep) -> tuple[int, int]:
+    """Return the most bytes of weights and of slots on a replica."""
+    shardings: dict[Any, Any] = {}
+
+    def shards_of(slot: Any) -> FlatShards | None:
         optimizer, weight = slot_origin(slot)
-        if optimizer is not None and optimizer not in shardings:
-            shardings[optimizer] = shard and new_sharding(optimizer, replicas)
-        sharding = shardings.get(optimizer)
-        if not sharding or weight.overwrite_with_gradient:
-            local += byte_count(slot)
-        else:
-            shards = np.diff(sharding.shards_for(weight, slot.shape).bounds)[:, 0]
-            local += shards * byte_count(slot) // max(int(shards.sum()), 1)
-    return int(local.max()), any(shardings.values())
+        if step.shard is None or optimizer is None or weight.overwrite_with_gradient:
+            return None
+        if optimizer not in shardings:
+            shardings[optimizer] = new_sharding(optimizer, step.replicas)
+        sharding = shardings[optimizer]
+        return None if sharding is None else sharding.shards_for(weight, slot.shape)
 
+    def most(variables: Sequence[Any], shards: Callable[[Any], Any]) -> int:
+        local = np.zeros(step.replicas, "int64")
+        for variable in variables:
+            size: Any = byte_count(variable)
+            if (of_variable := shards(variable)) is not None:
+                elements = np.diff(of_variable.bounds)[:, 0]
+                size = elements * size // max(int(elements.sum()), 1)
+            local += size
+        return int(local.max())
 
-def can_scatter(optimizer: Any) -> bool:
-    """Return True if processes send each other shards of the gradients alone."""
-    return (
-        not get_engine().list_devices("gpu")
-        and optimizer.loss_scale_factor is None
-        and not isinstance(optimizer, LossScaleOptimizer)
-    )
+    return most(step.weights, flat_shards_of), most(step.optimizer.variables, shards_of)

@@ -616,6 +616,20 @@ def group_into_units(variables: Sequence[Any]) -> Iterator[list[Any]]:
         yield weights
 
 
+def attach_unit_shards(
+    variables: Sequence[Any], replicas: int, by_weight: OptimizerSharding | None
+) -> None:
+    """Attach the shards that new weights would have, even or each on one replica."""
+    for unit in list(group_into_units(variables)):
+        shapes = [tuple(weight.shape) for weight in unit]
+        if by_weight is None:
+            shards = even_shards(shapes, replicas)
+        else:
+            shards = list(map(by_weight.whole_on_owner, unit, shapes))
+        for weight, of_weight in zip(unit, shards, strict=True):
+            set_flat_shards(weight, of_weight)
+
+
 def is_unit_complete(variables: Sequence[Any]) -> bool:
     """Return True if the last of some new variables begins another unit."""
     weights = list(filter(_is_weight, variables))
