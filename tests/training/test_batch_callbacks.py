@@ -58,7 +58,7 @@ class Listener(callbacks.Callback):
 
     def keep(self, batch, logs):
         self.batches.append(batch)
-        return logs
+        assert np.isfinite(logs["loss"])
 
 
 def loop(model, method, listening=()):
