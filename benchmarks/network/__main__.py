@@ -31,8 +31,8 @@ PEERS = {
 }
 OURS = {
     "fit": "network.worker:fit",
-    "with a callback": "network.worker:fit_with_callback",
-    "that reads the logs": "network.worker:fit_with_reader",
+    "with a callback for epochs": "network.worker:fit_with_callback",
+    "for batches": "network.worker:fit_with_reader",
 }
 MACHINES = 3
 

@@ -19,12 +19,12 @@ CASE = dataclasses.replace(CASES[0], batch=96)
 
 
 class Counter(keras.callbacks.Callback):
-    """Counts the batches."""
+    """Counts the epochs."""
 
-    batches = 0
+    epochs = 0
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        self.batches += 1
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        self.epochs += 1
 
 
 class Reader(keras.callbacks.Callback):

@@ -1,7 +1,6 @@
 """Patches of `fit`, `evaluate`, `predict` and the calls of callbacks for each batch."""
 
 import contextlib
-import dis
 import functools
 import inspect
 import os
@@ -61,23 +60,31 @@ def _on_begin(original, self, *args, **kwargs):
     # Keras passes the logs of every batch to a thread that reads them, or waits for
     # them, before it calls the callbacks, most of which only handle epochs.
     original(self, *args, **kwargs)
-    kind = original.__name__.split("_")[1]
-    _select_batch_callbacks(self, "train" if kind == "epoch" else kind)
-
-
-def _select_batch_callbacks(callbacks: keras.callbacks.CallbackList, kind: str) -> None:
-    """Remove or restore a list's batch calls of "train", "test" or "predict"."""
-    is_subclass = type(callbacks) is not keras.callbacks.CallbackList
+    kind = original.__name__.split("_")[1].replace("epoch", "train")
+    is_subclass = type(self) is not keras.callbacks.CallbackList
     for time in ("begin", "end"):
         name = f"on_{kind}_batch_{time}"
-        vars(callbacks).pop(name, None)
-        if is_subclass or context.current_scope() is None:
-            continue
-        listeners = [c for c in callbacks.callbacks if _batch_methods(c, kind, time)]
-        if not any(reads_logs(callback, kind) for callback in listeners):
-            methods = [getattr(callback, name) for callback in listeners]
+        vars(self).pop(name, None)
+        handlers = [c for c in self.callbacks if _handles_batches(c, kind, time)]
+        are_read = is_subclass or any(
+            not isinstance(callback, LogFreeCallback) for callback in handlers
+        )
+        shared = getattr(getattr(self, "_model", None), BATCH_LOGS, {}).get(kind)
+        if shared is not None and time == "end":
+            are_read = shared.are_needed(are_read) and are_read
+        if not are_read and context.current_scope() is not None:
+            methods = [getattr(callback, name) for callback in handlers]
             call_all = functools.partial(_call_without_logs, methods)
-            vars(callbacks)[name] = call_all if methods else _NO_OP
+            vars(self)[name] = call_all if methods else _NO_OP
+
+
+def _handles_batches(callback: Any, kind: str, time: str) -> bool:
+    """Return True if a callback has a method for the "begin" or "end" of a batch."""
+    if type(callback) in _SAVING_CALLBACKS and callback.save_freq == "epoch":
+        return False
+    names = [f"on_{kind}_batch_{time}", *[f"on_batch_{time}"] * (kind == "train")]
+    functions = [getattr(getattr(callback, x, None), "__func__", None) for x in names]
+    return functions != [getattr(keras.callbacks.Callback, x) for x in names]
 
 
 def _call_without_logs(methods: list[Callable], batch: int, logs: Any = None) -> None:
@@ -85,50 +92,31 @@ def _call_without_logs(methods: list[Callable], batch: int, logs: Any = None) ->
         method(batch, logs={})
 
 
-def reads_logs(callback: keras.callbacks.Callback, kind: str) -> bool:
-    """Return True if a callback may read the logs of a batch."""
-    if isinstance(callback, LogFreeCallback):
-        return False
-    methods = _batch_methods(callback, kind, "end")
-    return any(may_read_argument(method, "logs") for method in methods)
+# The attribute of a model with the `BatchLogs` of its loops, by the kind of the steps.
+BATCH_LOGS = "_ks_batch_logs"
 
 
-def _batch_methods(
-    callback: keras.callbacks.Callback, kind: str, time: str
-) -> list[Callable[..., Any]]:
-    """Return a callback's methods that may handle a batch."""
-    base_classes: list[type] = [keras.callbacks.Callback]
-    names = [f"on_{kind}_batch_{time}"]
-    if kind == "train":
-        names.append(f"on_batch_{time}")
-        if isinstance(callback, _SAVING_CALLBACKS) and callback.save_freq == "epoch":
-            base_classes += _SAVING_CALLBACKS
-            names.append("_should_save_on_batch")
-    methods = []
-    for name in names:
-        method = getattr(callback, name, None)
-        function = getattr(method, "__func__", None)
-        if function not in [vars(cls).get(name, _NO_OP) for cls in base_classes]:
-            methods.append(method)
-    return methods
+class BatchLogs:
+    """The logs of batches in a call of `fit` or `evaluate`, reduced if they are read.
 
+    Attributes:
+        are_read: Whether a worker reads them; None until its loop begins.
+        names: The names of the metrics, where the backend needs them.
+    """
 
-# Functions by which code can read an argument without naming it.
-_READERS = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"}
+    def __init__(self, cluster: Any):
+        self._cluster = cluster
+        self.are_read: bool | None = None
+        self.names: set[str] | None = None
 
-
-def may_read_argument(function: Any, name: str) -> bool:
-    """Return True unless the code of a Python function never reads an argument."""
-    code = getattr(function, "__code__", None)
-    if code is None or name not in code.co_varnames[: code.co_argcount]:
-        return True
-    if name in code.co_cellvars or not _READERS.isdisjoint(code.co_names):
-        return True
-    loads = [x for x in dis.get_instructions(code) if x.opname.startswith("LOAD_FAST")]
-    # An instruction of Python 3.13 or later can load two variables.
-    return any(
-        name in (x.argval if isinstance(x.argval, tuple) else [x.argval]) for x in loads
-    )
+    def are_needed(self, are_read: bool) -> bool:
+        """Return True if a worker reads them, given if this one does."""
+        if self._cluster is None:
+            self.are_read = are_read
+        elif self.are_read is None:  # once for all epochs of `fit`
+            operation = "whether the logs of batches are read"
+            self.are_read = any(self._cluster.exchange(operation, are_read))
+        return bool(self.are_read)
 
 
 keras_tracebacks = find_module("include_frame", "keras.src.utils.traceback_utils")

@@ -636,6 +636,7 @@ def rounds() -> dict:
     with agreements(strategy) as result["a batch"]:
         model.train_on_batch(*batches[1])
     result["told"] = [batches_told(strategy, takes) for takes in (None, False, True)]
+    result["read by one"] = losses_of_batches(strategy, reads=rank == 1)
     return result
 
 
@@ -666,6 +667,26 @@ def batches_told(strategy: Any, batches: bool | None) -> tuple[int, int]:
     finally:
         keras.callbacks.CallbackList.on_train_batch_end = original
     return len(told), asked.count("whether to stop")
+
+
+def losses_of_batches(strategy: Any, reads: bool) -> tuple[list[float], int]:
+    """Return what a callback for batches reads in 2 epochs, and how often workers ask.
+
+    Args:
+        strategy: The strategy.
+        reads: Whether this worker has the callback.
+    """
+    with strategy.scope():
+        model = classifier()
+    losses: list[float] = []
+    reader = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: losses.append(logs["loss"])
+    )
+    callbacks = [reader] if reads else []
+    with agreements(strategy) as asked:
+        x, y = digits(24)
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    return losses, asked.count("whether the logs of batches are read")
 
 
 def different_programs(folder: str) -> None:

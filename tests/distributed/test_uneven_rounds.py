@@ -58,6 +58,14 @@ def test_stopping_together_reads_no_batch_logs(results):
         assert with_batches == (3, 0)
 
 
+def test_one_worker_reads_batch_logs(results):
+    exchanges = 1 if BACKEND == "torch" else 0
+    assert results[0]["read by one"] == ([], exchanges)
+    losses, exchanged = results[1]["read by one"]
+    assert exchanged == exchanges
+    assert len(losses) == 6 and np.all(np.isfinite(losses))
+
+
 def test_diverging_workers_are_reported(starter, tmp_path):
     environment = {"KERAS_STRATEGY_TIMEOUT_SECONDS": "15"}
     with WorkerRunner(

@@ -29,12 +29,12 @@ from keras_strategy.backends.torch.replica import (
     returned_variable,
 )
 from keras_strategy.backends.torch.sharding import ReplicaReads, WeightUnits, unit_of
-from keras_strategy.backends.torch.training import LogReaderDetector
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import GroupAttributes
 from keras_strategy.core.step_state import BatchRows
 from keras_strategy.core.variable_components import ComponentGroup
 from keras_strategy.devices import ReplicaTopology
+from keras_strategy.keras_patches.trainer import BATCH_LOGS, BatchLogs
 from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_value
 from keras_strategy.training import ownership, reduction
 from keras_strategy.training.sharding import FlatShards
@@ -104,18 +104,20 @@ class TorchGroup(ComponentGroup):
     def set_initial_value(self, variable: Any, value: torch.Tensor) -> None:
         stored_value(variable).copy_(value)
 
+    @contextlib.contextmanager
     def trainer_scope(
         self, model: Any, method: str, arguments: dict[str, Any]
-    ) -> AbstractContextManager[Any]:
-        callbacks = arguments.get("callbacks")
-        # The creator of a `CallbackList` may read the logs.
-        is_list = isinstance(callbacks, keras.callbacks.CallbackList)
-        if method in ("fit", "evaluate") and not is_list:
-            listed = list(keras.tree.flatten(callbacks or []))
-            is_shown = arguments.get("verbose", "auto") != 0
-            detector = LogReaderDetector(self.strategy, listed, is_shown)
-            arguments["callbacks"] = [*listed, detector]
-        return contextlib.nullcontext()
+    ) -> Iterator[None]:
+        kind = {"fit": "train", "evaluate": "test"}.get(method, method.split("_")[0])
+        logs = vars(model).setdefault(BATCH_LOGS, {})
+        logs.pop(kind, None)  # `train_on_batch` in a callback returns logs
+        is_overridden = getattr(type(model), method) is not getattr(keras.Model, method)
+        if method in ("fit", "evaluate") and not is_overridden:
+            logs[kind] = BatchLogs(self.strategy.extended.cluster)
+        try:
+            yield
+        finally:
+            logs.pop(kind, None)
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
         scope = thread_patches.current_stateless_scope()

@@ -5,7 +5,6 @@ one replica; `backends/threads/patches.py` has those that do not depend on torch
 """
 
 import functools
-import inspect
 from typing import Any
 
 import keras
@@ -349,9 +348,6 @@ def _make_function(original, self, force=False):
     kind = original.__name__.split("_")[1]
     before = getattr(self, f"{kind}_function")
     original(self, force)
-    function = inspect.unwrap(before)
-    if isinstance(function, BatchFunction):
-        function.expect_readers()
     strategy = strategy_of_model(self)
     if strategy is None:
         return

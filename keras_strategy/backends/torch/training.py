@@ -1,11 +1,10 @@
 """The functions of `fit`, `evaluate` and `predict` for a batch: a loop over `run`.
 
 Merging the logs of a batch costs a collective. It is left out if no callback, on any
-worker, reads them.
+worker, reads them, which `BatchLogs` records.
 """
 
 import contextlib
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +21,9 @@ from keras_strategy.core.step_state import LocalRows, RowRange
 from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.keras_patches.losses_metrics import is_known_step
 from keras_strategy.keras_patches.trainer import (
+    BATCH_LOGS,
     build_compiled_metrics,
     build_for_step,
-    reads_logs,
 )
 from keras_strategy.training import train_step as rules
 from keras_strategy.training.row_weights import local_bounds
@@ -33,22 +32,7 @@ from keras_strategy.values import (
     PerReplica,
     is_numeric_array,
     map_leaves,
-    select_replica,
 )
-
-
-class _UnreadLogs(dict):
-    """A model's metrics, of which only the names are read, without a collective."""
-
-    # Keras reads them at the end of an epoch, and then the metrics themselves.
-
-    def __init__(self, model: keras.Model):
-        super().__init__()
-        self._model = model
-
-    def keys(self) -> Any:
-        with keras.StatelessScope():
-            return self._model.get_metrics_result().keys()
 
 
 class BatchFunction:
@@ -87,12 +71,6 @@ class BatchFunction:
         is_regular = self._returns_metrics and _exchanges_alike(model, strategy)
         self._step = KerasStep(self._call) if is_regular else self._call
         self._may_lack_metrics = kind != "predict"
-        self.expect_readers()
-
-    def expect_readers(self) -> None:
-        """Assume that a callback reads the logs, until a loop with callbacks begins."""
-        self.logs_are_read = True
-        self._metric_names: set[str] | None = None  # set when logs were merged
 
     def __call__(self, batches: Sequence[Any]) -> Any:
         if self._may_lack_metrics:
@@ -141,17 +119,21 @@ class BatchFunction:
         return self._weighted_step(data, local.weight, local.rows)
 
     def _merge_logs(self, logs: Any, weights: list[float]) -> Any:
-        model, names = self._model, self._metric_names
+        model = self._model
+        shared = getattr(model, BATCH_LOGS, {}).get(self._kind)
         # A function of the user's around this one may read them, too.
         is_wrapped = getattr(model, f"{self._kind}_function") is not self
-        is_read = self.logs_are_read or is_wrapped
         with torch.no_grad():
+            if shared is not None and shared.are_read is False and not is_wrapped:
+                if shared.names is None:
+                    with keras.StatelessScope():  # without a collective
+                        shared.names = set(model.get_metrics_result())
+                # The loop ends with the metrics if their names are those of the logs.
+                has_names = isinstance(logs, dict) and set(logs) == shared.names
+                if self._returns_metrics or has_names:
+                    return dict.fromkeys(shared.names)
             if self._returns_metrics:
-                return model.get_metrics_result() if is_read else _UnreadLogs(model)
-            if not is_read and isinstance(logs, dict) and names == set(logs):
-                return select_replica(logs, 0, len(weights))
-            if names is None:
-                self._metric_names = set(model.get_metrics_result())
+                return model.get_metrics_result()
             return rules.average_logs(logs, weights, self._group.layout.sum_logs)
 
     def _join_predictions(
@@ -172,39 +154,6 @@ class BatchFunction:
             return torch.cat([value.to(device) for value in values])
 
         return tree.map_structure(gather, outputs)
-
-
-class LogReaderDetector(keras.callbacks.Callback):
-    """Detects whether the logs of batches are read, when a loop begins."""
-
-    # `callbacks` are the other ones. A progress bar, which Keras adds, reads the logs.
-
-    def __init__(self, strategy: Any, callbacks: list[Any], is_shown: bool):
-        super().__init__()
-        self._strategy, self._callbacks = strategy, callbacks
-        self._is_shown = is_shown
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._detect("train", "fit")
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        self._detect("test", "evaluate")
-
-    def _detect(self, kind: str, loop: str) -> None:
-        # The warning of a slow first step wraps it.
-        function = inspect.unwrap(getattr(self.model, f"{kind}_function"))
-        if not isinstance(function, BatchFunction):
-            return
-        are_read = (
-            getattr(type(self.model), loop) is not getattr(keras.Model, loop)
-            or self._is_shown
-            or any(reads_logs(callback, kind) for callback in self._callbacks)
-        )
-        cluster = self._strategy.extended.cluster
-        if cluster is not None:
-            operation = "whether the logs of batches are read"
-            are_read = any(cluster.exchange(operation, are_read))
-        function.logs_are_read = are_read
 
 
 def _exchanges_alike(model: keras.Model, strategy: Any) -> bool:
