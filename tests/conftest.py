@@ -6,6 +6,8 @@ import os
 import pathlib
 import signal
 
+from tests.xla_flags import find_known_flags
+
 # Without it XLA's CPU devices can starve each other on a machine of few cores; make
 # sets it too.
 os.environ.setdefault("NPROC", "8")
@@ -14,12 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What torch's compiler starts to compile beside it imports torch, in each process.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Most of what tests on JAX cost is compiling programs that run a few times: less than
-# half of it with these. A jaxlib that does not know one of them says so and aborts.
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-    " --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
-    " --xla_cpu_parallel_codegen_split_count=1"
-)
+# half of it with these.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {find_known_flags()}"
 # Programs that are equal are compiled once, in this run and in the next. What compiled
 # them and how is part of what they are found by.
 os.environ.setdefault(

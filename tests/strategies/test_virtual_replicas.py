@@ -210,16 +210,19 @@ def test_communication_in_a_loop():
 
     def step(x):
         sum_all = ks.get_replica_context().all_reduce
+        one = ops.max(x) - ops.max(x) + 1  # of each iteration
 
-        def body(total, row):
-            total = sum_all("SUM", total * row)
-            return total, total * row
+        def body(state, row):
+            total, count = state
+            total = sum_all("SUM", total * row) * one
+            return (total, count + 1), total * row
 
-        return ops.scan(body, ops.ones(()), x, reverse=True)
+        return ops.scan(body, (ops.ones(()), ops.zeros(())), x, reverse=True)
 
     rows = np.float32([2, 3, 5])
     for devices in (1, 2):
-        total, outputs = virtual(devices).run(step, args=(rows,))
+        (total, count), outputs = virtual(devices).run(step, args=(rows,))
+        assert float(count.values[0]) == 3
         assert float(total.values[0]) == 6**3 * 30
         assert outputs.values[0].tolist() == [6**3 * 60, 6**2 * 45, 6 * 25]
 

@@ -651,12 +651,20 @@ def _inline_equation(
 def _unroll(equation: JaxprEqn, operands: Sequence[Any], index: Any) -> Sequence[Any]:
     """Inline each iteration of a scan."""
     params, length = equation.params, equation.params["length"]
-    first, stop = params["num_consts"], params["num_consts"] + params["num_carry"]
+    closed = params["jaxpr"]
+
+    def count_whole(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        """Return the number of values that an iteration does not slice."""
+        pairs = zip(outer, inner, strict=True)
+        return sum(a.aval.shape == b.aval.shape for a, b in pairs)
+
+    # The names of the parameters with these counts differ between versions of JAX.
+    stop = count_whole(equation.invars, closed.jaxpr.invars)
+    first = stop - count_whole(equation.outvars, closed.jaxpr.outvars)
     consts, carry, arrays = operands[:first], operands[first:stop], operands[stop:]
     outputs: list[Sequence[Any]] = [()] * length
     for i in reversed(range(length)) if params["reverse"] else range(length):
         slices = [array[i] for array in arrays]
-        closed = params["jaxpr"]
         args = [*consts, *carry, *slices]
         results = list(_inline(closed.jaxpr, closed.consts, args, index))
         carry, outputs[i] = results[: len(carry)], results[len(carry) :]
