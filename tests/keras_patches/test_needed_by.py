@@ -7,7 +7,7 @@ import pathlib
 import keras
 import pytest
 
-from keras_strategy.keras_patches.patch import all_patches
+from keras_strategy.keras_patches.installation import all_patches
 from tests.keras_patches.dropping import name_of
 from tests.keras_patches.needed_by import NEEDED_BY
 
