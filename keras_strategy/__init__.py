@@ -5,10 +5,13 @@ that only start or watch others need neither.
 """
 
 import ast
+import functools
 import importlib
 import os
 import pkgutil
 from typing import Any
+
+from keras_strategy import late_binding
 
 __version__ = "0.1.0"
 
@@ -40,6 +43,16 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _call_lazily(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)()
+
+
+_mirrored = "strategies.mirrored", "DefaultStrategy"
+late_binding.make_default_strategy = functools.partial(_call_lazily, *_mirrored)
+_registry = "core.registry", "get_engine"
+late_binding.get_engine = functools.partial(_call_lazily, *_registry)
 
 
 # The CPU must be split before first use, and a program may use it through Keras alone

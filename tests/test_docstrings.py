@@ -14,18 +14,14 @@ EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
 MODULES = "callbacks", "config", "cluster_resolver", "coordinator", "experimental"
-COMMANDS = "launcher", "local_cluster", "processes"
 # They start processes, which are the same on every backend: on torch.
-ONCE = "commands.", "testing.WorkerRunner", "testing.WarmStarter"
+ONCE = "testing.WorkerRunner", "testing.WarmStarter"
 
 
 def documented():
     """Public objects, and the public methods of public classes."""
     public = {name: getattr(ks, name) for name in ks.__all__ if name != "__version__"}
     modules = [*(public[name] for name in MODULES), ks.experimental.partitioners]
-    modules += [
-        importlib.import_module(f"keras_strategy.commands.{n}") for n in COMMANDS
-    ]
     modules.append(importlib.import_module("keras_strategy.testing"))
     for module in modules:
         # Some make their names when they are asked for.
@@ -71,13 +67,10 @@ def test_example(code, monkeypatch, tmp_path):
 
 
 def is_ours(name, value):
-    """Return False for what modules import, and for the command-line interface."""
+    """Return False for what modules import."""
     module = getattr(getattr(value, "fget", value), "__module__", "") or ""
-    return (
-        module.startswith("keras_strategy")
-        and module != "keras_strategy.core.registry"
-        and not name.startswith("commands.")
-    )
+    ours = module.startswith("keras_strategy")
+    return ours and module != "keras_strategy.core.registry"
 
 
 def is_override(name, public):

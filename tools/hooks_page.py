@@ -52,7 +52,7 @@ reports the tests that pass nevertheless.
 
 def rows() -> list[dict[str, Any]]:
     """Return the patches of this process's backend."""
-    from keras_strategy.keras_patches.patch import all_patches
+    from keras_strategy.keras_patches.installation import all_patches
 
     return [
         {
@@ -185,7 +185,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--rows"]:
-        from keras_strategy.keras_patches.patch import all_patches, select_and_check
+        from keras_strategy.keras_patches.installation import all_patches
+        from keras_strategy.keras_patches.patch import select_and_check
 
         select_and_check(all_patches())
         print(json.dumps(rows()))

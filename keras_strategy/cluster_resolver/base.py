@@ -6,6 +6,7 @@ import abc
 import importlib
 from typing import Any
 
+from keras_strategy import late_binding
 from keras_strategy.cluster_resolver.cluster_spec import ClusterSpec
 
 
@@ -157,8 +158,7 @@ class ClusterResolver(abc.ABC):
 def local_device_kinds() -> list[str]:
     """Return the kind of each device of this process: "CPU", "GPU" or "TPU"."""
     # Only here: a query of the cluster must not start a backend.
-    registry = importlib.import_module("keras_strategy.core.registry")
-    names = registry.get_engine().list_devices()
+    names = late_binding.get_engine().list_devices()
     return [name.partition(":")[0].upper() for name in names]
 
 

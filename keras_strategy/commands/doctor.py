@@ -4,20 +4,17 @@ Some run this file as a program in processes of their own: only those import Ker
 """
 
 import argparse
-import importlib
 import os
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
-
-from rich.console import Console
-from rich.markup import escape
 
 from keras_strategy.cluster_resolver import detect
+from keras_strategy.commands import worker_checks
+from keras_strategy.commands.findings import Finding, report
 from keras_strategy.commands.processes import run_python
 
 # The programs print these before their numbers.
@@ -41,35 +38,11 @@ _ADVICE = {
 }
 
 
-class Finding(NamedTuple):
-    """Result of a check, and how to fix a failure."""
-
-    ok: bool
-    detail: str
-    advice: str = ""
-
-
 def main(options: argparse.Namespace) -> int:
     seconds = options.timeout_seconds
     if options.workers:
-        worker_checks = importlib.import_module("keras_strategy.commands.worker_checks")
         return worker_checks.main(30 if seconds is None else seconds)
     return report(findings(180 if seconds is None else seconds))
-
-
-def report(checks: Iterable[tuple[str, Finding]]) -> int:
-    """Print the findings; return 1 if a check failed, else 0."""
-    console = Console(soft_wrap=True)
-    status = 0
-    for check, finding in checks:
-        mark = "[green]OK   [/]" if finding.ok else "[red]FAIL [/]"
-        lines = escape(finding.detail).replace("\n", "\n      ")
-        detail = f"[bold]{check}[/]: {lines}"
-        console.print(f"{mark} {detail}", highlight=False)
-        if not finding.ok:
-            console.print(f"      Fix: {escape(finding.advice)}", highlight=False)
-            status = 1
-    return status
 
 
 def findings(timeout_seconds: float) -> Iterator[tuple[str, Finding]]:

@@ -55,25 +55,12 @@ class Launcher:
     """Launcher of a command in several workers of this machine.
 
     Attributes:
-        command: The program and its arguments.
-        workers: The number of workers.
         devices_per_worker: The logical CPU devices of each worker; None keeps the
             backend's own.
         max_restarts: How often to restart all workers when one failed or was preempted.
         grace_seconds: How long a worker may take to end when it is asked to.
         fingerprint: The file for the fingerprint of the trained model, or None.
         gpus_per_worker: How many GPUs each worker sees; None divides them evenly.
-
-    Example:
-
-    ```python
-    import sys
-
-    from keras_strategy.commands.launcher import Launcher
-
-    status = Launcher((sys.executable, "-c", "exit(3)"), workers=1).run()
-    assert status == 3
-    ```
     """
 
     command: tuple[str, ...]

@@ -40,23 +40,10 @@ class LocalCluster:
     """Addresses of workers on this machine, and their shared secret.
 
     Attributes:
-        ports: The port of each worker, by rank.
-        rendezvous_port: The port of worker 0's coordinator.
         chief: If True, the first worker is the task "chief".
         devices_per_worker: The logical CPU devices of each worker; None keeps the
             backend's own.
-        secret: The secret by which the workers recognise each other.
         indices: The index of each worker, by rank, where they have gaps.
-
-    Example:
-
-    ```python
-    from keras_strategy.commands.local_cluster import LocalCluster
-
-    cluster = LocalCluster((12345, 12346), 12347)
-    assert "127.0.0.1:12346" in cluster.variables(0)["TF_CONFIG"]
-    assert cluster.name(1) == "worker 1"
-    ```
     """
 
     ports: tuple[int, ...]
@@ -188,20 +175,9 @@ def available_cores() -> int:
 
 
 def free_ports(count: int, among: range | None = None) -> list[int]:
-    """Find free ports.
-
-    They are below the range from which the system assigns ports to connections, so only
-    a server can take one before it is used. On Linux other programs that call this do
-    not find them either, while this process lives and has not found many more.
-
-    Example:
-
-    ```python
-    from keras_strategy.commands.local_cluster import free_ports
-
-    assert len(set(free_ports(3))) == 3
-    ```
-    """
+    """Find free ports that only a server can take before they are used."""
+    # They are below the range from which the system assigns ports to connections. On
+    # Linux other programs that call this do not find them while this process lives.
     first = ephemeral_ports()[0]
     # Some machines assign nearly all of their ports; then any must do.
     end = first if first > _LOWEST_PORT + 1_000 else 60_000

@@ -69,18 +69,6 @@ class WorkerProcess(Process):
 
     On Linux the kernel kills it when the *thread* that started it ends: start workers
     from a thread that outlives them, such as the main one.
-
-    Example:
-
-    ```python
-    import os
-    import sys
-
-    from keras_strategy.commands.processes import WorkerProcess
-
-    worker = WorkerProcess("worker 0", [sys.executable, "-c", "exit(3)"], os.environ)
-    assert worker.wait() == 3
-    ```
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from keras_strategy.cluster import membership, network, rendezvous
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.cluster_resolver import detect
 from keras_strategy.cluster_resolver.cluster_spec import join_host_port, split_host_port
-from keras_strategy.commands.doctor import Finding, report
+from keras_strategy.commands.findings import Finding, report
 from keras_strategy.errors import ClusterError
 from keras_strategy.options import CommunicationOptions
 

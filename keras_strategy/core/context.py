@@ -7,7 +7,6 @@ in *cross-replica context* and acts for all replicas at once. Inside a function 
 
 import contextlib
 import functools
-import importlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 from keras import tree
 
+from keras_strategy import late_binding
 from keras_strategy.core.per_replica_attributes import discard_attribute_changes
 from keras_strategy.core.registry import UnsupportedName, preserve_random_states
 from keras_strategy.core.step_state import DryRun, override
@@ -46,8 +46,7 @@ def default_strategy() -> "Strategy":
     """Return the single-replica strategy that applies outside every scope."""
     global _default
     if _default is None:
-        strategies = importlib.import_module("keras_strategy.strategies.mirrored")
-        _default = strategies.DefaultStrategy()
+        _default = late_binding.make_default_strategy()
     return _default
 
 

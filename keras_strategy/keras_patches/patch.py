@@ -11,7 +11,6 @@ and all modules that ever had them, and returns the one that this Keras has.
 import functools
 import importlib
 import inspect
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from typing import Any, TypeVar
 import keras
 
 from keras_strategy.core import context
-from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import KerasVersionError
 from keras_strategy.training.ownership import strategy_of_model
 
@@ -290,21 +288,6 @@ def patches_in(*modules: ModuleType) -> list[Patch]:
     return found
 
 
-# By name, since these modules import this one.
-_MODULES = (
-    "saving layers variables_optimizers losses_metrics data_adapters resume random "
-    "trainer"
-)
-
-
-def all_patches() -> list[Patch]:
-    """Return the patches of this process, in the order of installation."""
-    names = (f"{__package__}.{name}" for name in _MODULES.split())
-    *common, trainer = map(importlib.import_module, names)
-    # The trainer's run before the backend's patches of the same functions.
-    return patches_in(*common, *get_engine().patch_modules(), trainer)
-
-
 def select_and_check(patches: Iterable[Patch]) -> list[Patch]:
     """Return the patches that this Keras needs, after checking each of them."""
     needed = [patch for patch in patches if patch.needed is None or patch.needed()]
@@ -317,23 +300,12 @@ def install(patches: Iterable[Patch]) -> None:
     """Install the patches that this Keras needs; none if one of them does not fit."""
     for patch in select_and_check(patches):
         if patch.multi_replica_only or hasattr(patch.condition, _MULTI_REPLICA_ONLY):
-            _waiting.append(patch)
+            waiting.append(patch)
         else:
             patch.install()
 
 
-_waiting: list[Patch] = []  # for a strategy with several replicas
-# Several threads may create strategies at the same time.
-_installing = threading.RLock()
-_install_once = functools.cache(lambda: install(all_patches()))
-
-
-def install_for(replicas: int) -> None:
-    """Install the patches that a strategy needs; none of them if one does not fit."""
-    with _installing:
-        _install_once()
-        while replicas > 1 and _waiting:
-            _waiting.pop(0).install()
+waiting: list[Patch] = []  # for a strategy with several replicas
 
 
 # Not wrapped: some patches call these hundreds of times per step.

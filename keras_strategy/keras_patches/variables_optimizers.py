@@ -75,7 +75,8 @@ def _assign_add(original, replica, self, value):
     """Aggregate the increments of the replicas."""
     # Keras assigns `self + value`; the sum of that over replicas would count the
     # variable once per replica.
-    if not variable_sync.aggregates_assign_add(self):
+    is_on_read = variable_sync.is_sync_on_read(self)
+    if is_on_read or self.aggregation not in ("sum", "mean"):
         return original(self, value)
     increment = variable_sync.aggregate(replica, self, as_stored(self, value))
     sign = -1 if original.__name__ == "assign_sub" else 1

@@ -15,7 +15,7 @@ from keras_strategy.core.protocols import ReplicaGroup
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.variable_components import VariableComponent
 from keras_strategy.devices import ReplicaTopology, resolve_devices
-from keras_strategy.keras_patches import patch
+from keras_strategy.keras_patches.installation import install_for
 from keras_strategy.options import check_call, check_communication_options
 from keras_strategy.training import ownership
 from keras_strategy.training.cross_device_ops import CustomReducer, check_pairs
@@ -67,7 +67,7 @@ class StrategyExtended:
         local = self.topology.devices
         logical = container_strategy.logical_devices
         is_single = self.num_replicas == 1 and logical is None
-        patch.install_for(1 if is_single else max(2, self.num_replicas))
+        install_for(1 if is_single else max(2, self.num_replicas))
         # By id, since variables have no `==`.
         self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
             weakref.WeakValueDictionary()

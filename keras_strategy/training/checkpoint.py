@@ -232,17 +232,10 @@ class BackupFolder:
         is_sharded: bool,
         asynchronous: bool = False,
     ) -> None:
-        """Write a backup and remove old ones; all workers call it.
-
-        Args:
-            cluster: The workers.
-            facts: JSON values, of which the chief's are written.
-            arrays: The chief's arrays that are not sharded.
-            shards: The shards that this worker's replicas store.
-            is_sharded: Whether any worker has shards.
-            asynchronous: Whether to return at once. The next save, and `wait`, raise
-                the error of a failed write. `arrays` and `shards` must not change.
-        """
+        """Write a backup and remove old ones; all workers call it."""
+        # The chief's `facts` and `arrays` are written, and each worker's `shards`. If
+        # asynchronous, it returns at once, and the next save or `wait` raises the error
+        # of a failed write. `arrays` and `shards` must not change until then.
         self.wait(cluster)
         is_chief = cluster is None or cluster.is_chief
         number = None

@@ -33,11 +33,6 @@ def is_sync_on_read(variable: Any) -> bool:
     return variable.synchronization == "on_read"
 
 
-def aggregates_assign_add(variable: Any) -> bool:
-    """Return True if `assign_add` aggregates its operand first."""
-    return not is_sync_on_read(variable) and variable.aggregation in ("sum", "mean")
-
-
 def aggregate(
     replica: Replica, variable: Any, value: Any, aggregation: str | None = None
 ) -> Any:

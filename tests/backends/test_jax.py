@@ -1,8 +1,10 @@
 """What is JAX's alone: placement, donation, tracing."""
 
 import collections
+import contextlib
 import copy
 import threading
+import time
 from types import SimpleNamespace
 
 import keras
@@ -706,3 +708,31 @@ def test_error_in_first_step_keeps_weights(method, two, monkeypatch):
     for a, b in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
     getattr(model, method)(*data, verbose=0)
+
+
+def test_wait_for_last_step_is_tracked(two, monkeypatch):
+    """Of several workers, also where steps are asynchronous, unlike on their CPUs."""
+    seconds = collections.Counter()
+
+    @contextlib.contextmanager
+    def track_operation(operation):
+        start = time.monotonic()
+        yield
+        seconds[operation] += time.monotonic() - start
+
+    class Slow(layers.Layer):
+        def call(self, x):
+            zero = jax.ShapeDtypeStruct((), "float32")
+            wait = lambda _: [time.sleep(0.5), np.float32(0)][1]  # noqa: E731
+            return x + jax.pure_callback(wait, zero, jax.lax.stop_gradient(x))
+
+        def compute_output_shape(self, input_shape):
+            return input_shape
+
+    cluster = SimpleNamespace(client=SimpleNamespace(track_operation=track_operation))
+    monkeypatch.setattr(two.extended.group.distribution, "cluster", cluster)
+    with two.scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1), Slow()])
+        model.compile("sgd", "mse")
+    model.fit(X[:8], Y[:8], verbose=0)
+    assert seconds["the last step"] > 0.4

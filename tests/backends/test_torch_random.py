@@ -101,3 +101,19 @@ def test_dropout_of_workers_has_bits_of_one_device(starter):
             one, after_one = predicted(None, *arguments)
             np.testing.assert_array_equal(one, found)
             assert after == after_one
+
+
+def draw_in_run():
+    strategy = ks.MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(1)
+    ones = keras.ops.ones((64,))
+    mask = strategy.run(lambda: keras.random.dropout(ones, 0.5))
+    (mask,) = strategy.experimental_local_results(mask)
+    return keras.ops.convert_to_numpy(mask), float(torch.rand(()))
+
+
+def test_workers_draw_different_masks_in_run(starter):
+    with WorkerRunner(2, timeout_seconds=120, starter=starter) as runner:
+        (one, after_one), (other, after_other) = runner.run(draw_in_run)
+    assert not np.array_equal(one, other)
+    assert after_one == after_other

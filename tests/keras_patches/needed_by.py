@@ -1,8 +1,7 @@
 """A test that fails without it for each patch, and the backend of the test.
 
 `tools/drop_hooks.py` leaves out each patch in turn. A patch of several backends has a
-test on one of them. `UNSHOWN` lists the patches whose test passed without the patch:
-they need a better test.
+test on one of them.
 """
 
 _BAD_INPUT = "tests/training/test_bad_input.py"
@@ -62,7 +61,7 @@ NEEDED_BY = {
     ),
     "keras_patches.trainer Model.compile": (
         "torch",
-        f"{_ENTRY}::test_compile_and_fit_inside_and_outside_scope",
+        "tests/training/test_models.py::test_callback_compiles_and_fits_plain_model",
     ),
     "keras_patches.trainer Model.fit": ("torch", f"{_REFUSED}[fit]"),
     "keras_patches.trainer Model.evaluate": ("torch", f"{_REFUSED}[evaluate]"),
@@ -119,7 +118,7 @@ NEEDED_BY = {
     ),
     "keras_patches.layers Layer.__new__": (
         "torch",
-        "tests/training/test_saving.py::test_clones_belong_to_their_scope",
+        "tests/training/test_models.py::test_wrapper_model[wrapper]",
     ),
     "keras_patches.layers BatchNormalization.__init__": ("torch", _SYNCHRONIZED),
     "keras_patches.layers BatchNormalization._moments": ("torch", _SYNCHRONIZED),
@@ -195,7 +194,7 @@ NEEDED_BY = {
     "keras_patches.layers TrackedSet.add": ("torch", _OWN),
     "backends.threads.patches keras.src.random.seed_generator.global_seed_generator": (
         "torch",
-        f"{_RANDOM}::test_distributions_are_reproducible",
+        "tests/training/test_seed_generators.py::test_assigned_seed_reaches_run[True]",
     ),
     "backends.threads.patches Layer.add_loss": (
         "torch",
@@ -207,7 +206,7 @@ NEEDED_BY = {
     ),
     "backends.threads.patches Layer._maybe_build": (
         "torch",
-        "tests/training/test_models.py::test_lazily_built_model",
+        "tests/core/test_unsupported_programs.py::test_built_property_in_run",
     ),
     "backends.jax.patches_data JAXEpochIterator._get_distributed_iterator": (
         "jax",
@@ -231,7 +230,7 @@ NEEDED_BY = {
     ),
     "backends.jax.patches Model.make_test_function": (
         "jax",
-        f"{_JAX_WORKERS}::test_keras_reads_local_values",
+        "tests/training/test_central_storage.py::test_fit_evaluate_predict_and_save",
     ),
     "backends.jax.patches Model.make_predict_function": (
         "jax",
@@ -239,7 +238,7 @@ NEEDED_BY = {
     ),
     "backends.jax.patches Model._get_metrics_result_or_logs": (
         "jax",
-        "tests/faults/test_faults.py",
+        f"{_JAX}::test_wait_for_last_step_is_tracked",
     ),
     "backends.jax.patches Model.__call__": (
         "jax",
@@ -251,7 +250,7 @@ NEEDED_BY = {
     ),
     "backends.jax.patches Variable._initialize": (
         "jax",
-        f"{_TRAINING}::test_fit_equals_one_device",
+        "tests/distributed/test_uneven_rounds.py::test_scope_compares_variables_once",
     ),
     "backends.jax.patches Variable._initialize_with_initializer": (
         "jax",
@@ -323,7 +322,7 @@ NEEDED_BY = {
     ),
     "backends.torch.patches keras.src.backend.torch.random.dropout": (
         "torch",
-        f"{_RANDOM}::test_distributions_are_reproducible",
+        "tests/backends/test_torch_random.py::test_workers_draw_different_masks_in_run",
     ),
     "backends.torch.patches_compiled keras.src.backend.torch.random.dropout": (
         "torch",
@@ -345,11 +344,11 @@ NEEDED_BY = {
     ),
     "backends.torch.patches Variable._initialize": (
         "torch",
-        f"{_TRAINING}::test_fit_equals_one_device",
+        "tests/distributed/test_uneven_rounds.py::test_scope_compares_variables_once",
     ),
     "backends.torch.patches Variable._direct_assign": (
         "torch",
-        f"{_ENTRY}::test_reading_and_setting_weights",
+        f"{_ENTRY}::test_kinds_of_models[deferred]",
     ),
     "backends.torch.patches Variable.__init__": (
         "torch",
@@ -389,19 +388,19 @@ NEEDED_BY = {
     ),
     "backends.torch.patches TorchModuleWrapper.call": (
         "torch",
-        "tests/backends/test_torch.py::test_torch_modules_match_one_device",
+        "tests/backends/test_torch.py::test_counting_module_is_refused",
     ),
     "backends.torch.patches Model.make_train_function": (
         "torch",
-        _REDUCTION,
+        f"{_LOSSES}::test_added_sum_warns_and_equals_one_device",
     ),
     "backends.torch.patches Model.make_test_function": (
         "torch",
-        f"{_ENTRY}::test_evaluate_and_predict",
+        f"{_TRAINING}::test_fit_equals_one_device[3x1]",
     ),
     "backends.torch.patches Model.make_predict_function": (
         "torch",
-        f"{_ENTRY}::test_evaluate_and_predict",
+        f"{_ENTRY}::test_outputs_without_rows[scalar]",
     ),
     "backends.torch.patches TorchEpochIterator._get_iterator": (
         "torch",
@@ -525,23 +524,4 @@ NEEDED_BY = {
         "tensorflow",
         "tests/training/test_seed_generators.py::test_assigned_seed_reaches_run[True]",
     ),
-}
-
-UNSHOWN = {
-    "keras_patches.trainer Model.compile",
-    "keras_patches.layers Layer.__new__",
-    "keras_patches.losses_metrics Mean.update_state",
-    "backends.threads.patches keras.src.random.seed_generator.global_seed_generator",
-    "backends.threads.patches Layer._maybe_build",
-    "backends.torch.patches keras.src.backend.torch.random.dropout",
-    "backends.torch.patches Variable._initialize",
-    "backends.torch.patches Variable._direct_assign",
-    "backends.torch.patches Model.make_train_function",
-    "backends.torch.patches Model.make_test_function",
-    "backends.torch.patches Model.make_predict_function",
-    "backends.torch.patches Model.get_metrics_result",
-    "backends.jax.patches Model.make_test_function",
-    "backends.jax.patches Model._get_metrics_result_or_logs",
-    "backends.jax.patches Variable._initialize",
-    "backends.tensorflow.patches TFEpochIterator._get_iterator",
 }

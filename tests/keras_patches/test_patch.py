@@ -8,12 +8,12 @@ import keras as installed_keras
 import pytest
 
 from keras_strategy.errors import KerasVersionError
+from keras_strategy.keras_patches.installation import install_for
 from keras_strategy.keras_patches.patch import (
     FunctionPatch,
     find_module,
     hook,
     install,
-    install_for,
     multi_replica_only,
     patches_in,
 )

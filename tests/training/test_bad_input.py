@@ -21,7 +21,7 @@ def compiled():
     return model
 
 
-METHODS = ["fit", "evaluate", "predict"]
+METHODS = ["compile", "fit", "evaluate", "predict"]
 METHODS += ["train_on_batch", "test_on_batch", "predict_on_batch"]
 
 
@@ -30,8 +30,9 @@ def test_model_from_outside_scope_is_refused(method, two):
     model = compiled()
     before = model.get_weights()
     data = (X,) if method.startswith("predict") else (X, Y)
+    arguments = ("adam", "mse") if method == "compile" else data
     with two.scope(), pytest.raises(ValueError, match="created outside of it"):
-        getattr(model, method)(*data)
+        getattr(model, method)(*arguments)
     assert largest(before, model.get_weights()) == 0
     model.fit(X, Y, verbose=0)  # on one device it still works
 

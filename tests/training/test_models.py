@@ -254,6 +254,20 @@ def test_distillation(replicas, mirrored):
         fit(student, callbacks=[Ask()])
 
 
+def test_callback_compiles_and_fits_plain_model(two):
+    class FitPlain(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            plain.compile("adam", "mse")
+            fit(plain, epochs=1)
+
+    plain = head(base())
+    with two.scope():
+        model = compiled(head(base()))
+    fit(model, epochs=1, callbacks=[FitPlain()])
+    variables = plain.optimizer.variables
+    assert not any(map(two.extended.variable_created_in_scope, variables))
+
+
 # --- how steps are executed
 
 
