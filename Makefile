@@ -16,13 +16,18 @@ export BACKENDS
 STAMP := $(VENV)/.installed
 
 .PHONY: help demo test test-full test-launchers lint ruff format pyright imports private writing docs \
-    clean equality conformance peer ports compat bench gpu hooks errors names drop-hooks faults \
-    pictures gallery notebooks wheel
+    clean equality conformance peer ports compat bench gpu pages drop-hooks faults pictures \
+    gallery notebooks wheel
 
 help:
 	@echo "make demo      train on two devices and on one, on every backend"
 	@echo "make test      run every behaviour once, quick ones on every backend"
 	@echo "make test-full  run the rest: long tables, combinations and rare faults"
+	@echo "make lint      ruff, pyright, the import rules, and names in the docs"
+	@echo "make docs      build the documentation into site/"
+	@echo "make bench     how fast it is beside its peers, on every backend"
+	@echo "make pages     write docs/patches.md, errors.md and tf_distribute.md from the code"
+	@echo
 	@echo "make test-launchers  start programs by torchrun, MPI, Slurm and Ray"
 	@echo "make equality  the table of what equals one device, on every backend"
 	@echo "make conformance  programs on us and on peers; writes docs/conformance.md"
@@ -30,14 +35,8 @@ help:
 	@echo "make ports     programs that others wrote; writes docs/ports.md"
 	@echo "make faults    100 faults in workers, at random; writes docs/faults.md"
 	@echo "make compat    the test suite on other versions of Keras"
-	@echo "make bench     how fast it is beside its peers, on every backend"
 	@echo "make gpu       all that a machine with GPUs can show; GPU_PYTHON has the engines"
-	@echo "make lint      ruff, pyright, the import rules, and names in the docs"
-	@echo "make hooks     write docs/hooks.md from the code"
-	@echo "make errors    write docs/errors.md, the errors and warnings, from the code"
-	@echo "make names     write docs/tf_distribute.md, the names of tf.distribute"
-	@echo "make drop-hooks  a test must fail without each of the hooks"
-	@echo "make docs      build the documentation into site/"
+	@echo "make drop-hooks  a test must fail without each of the patches"
 	@echo "make gallery   run the examples on every backend, and draw what came out"
 	@echo "make notebooks  run the notebooks, and record what came out"
 	@echo "make pictures  draw what the documentation shows, docs/images"
@@ -117,17 +116,10 @@ private: $(STAMP)
 writing: $(STAMP)
 	KERAS_BACKEND=torch $(VENV)/bin/python tools/check_docs.py
 
-# After a hook was added, moved or explained in other words.
-hooks: $(STAMP)
-	@$(VENV)/bin/python tools/hooks_page.py
-
-# After a message was changed.
-errors: $(STAMP)
-	@$(VENV)/bin/python tools/errors_page.py
-
-# After a name of tf.distribute has come; ARGS=--names with another TensorFlow.
-names: $(STAMP)
-	@KERAS_BACKEND=tensorflow $(VENV)/bin/python tools/tf_distribute_page.py $(ARGS)
+# After a patch or a message was changed. ARGS=errors writes one page; ARGS="record names"
+# records the names of another TensorFlow first.
+pages: $(STAMP)
+	@KERAS_BACKEND=tensorflow $(VENV)/bin/python tools/pages.py $(ARGS)
 
 # Minutes. ARGS="Variable.assign" picks some.
 drop-hooks: $(STAMP)

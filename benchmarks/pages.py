@@ -3,7 +3,8 @@
 FILE is what `python -m benchmarks --json FILE` has written. It is kept in
 `benchmarks/history` under its version and date, and becomes the table of
 docs/benchmarks.md and a column of docs/benchmarks_history.md. Of several files of one
-date, the rows of the last one count. Without a file both are written again.
+date, the rows of the last one count. Without a file both are written again. Of the runs
+before the newest, the folder keeps only the ratios that the page shows.
 """
 
 import json
@@ -43,7 +44,7 @@ This page shows the newest three runs of the benchmark, and what was optimized. 
 has the ratio of steps/s and that of steps/CPU-s, ours to the peer's, as on [How fast it
 is](benchmarks.md). A `~` marks a machine that other programs used too. `python -m
 benchmarks.pages benchmarks.json` adds a run and writes this page from
-`benchmarks/history`, which keeps all of them.
+`benchmarks/history`.
 """
 _SHOWN = 3
 
@@ -141,10 +142,38 @@ def _cell(row: dict[str, Any]) -> str:
 def keep(file: Path) -> None:
     """Add a run to the history, or its rows to those of its day."""
     run = json.loads(file.read_text())
-    path = HISTORY / f"{run['version']}-{run['date']}.json"
+    path = _path(run)
     if path.exists():
         run["rows"] = with_rows(json.loads(path.read_text())["rows"], run["rows"])
-    path.write_text(json.dumps(run, indent=1) + "\n")
+    write(run)
+    _, *older = runs()
+    for place, run in enumerate(older, 1):
+        if place < _SHOWN:
+            write({**run, "rows": [only_shown(row) for row in run["rows"]]})
+        else:
+            _path(run).unlink()
+
+
+def write(run: dict[str, Any]) -> None:
+    """Write a run into the history, each row in a line."""
+    rows = ",\n".join(json.dumps(r, separators=(",", ":")) for r in run["rows"])
+    text = json.dumps({**run, "rows": []}, indent=1)
+    text = text.replace('"rows": []', f'"rows": [\n{rows}\n ]')
+    _path(run).write_text(text + "\n")
+
+
+def only_shown(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what the page of the history shows of a row."""
+    shown = {name: row[name] for name in ("backend", "case", "peer")}
+    shown["speeds"] = {
+        unit: {"ratio": round(speed["ratio"], 4)}
+        for unit, speed in row["speeds"].items()
+    }
+    return {**shown, "noise": row["noise"]} if row.get("noise", 0) > 1 else shown
+
+
+def _path(run: dict[str, Any]) -> Path:
+    return HISTORY / f"{run['version']}-{run['date']}.json"
 
 
 def main() -> None:

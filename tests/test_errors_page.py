@@ -3,14 +3,14 @@
 import keras
 import pytest
 
-from tools import errors_page
+from tools import pages
 
 if keras.backend.backend() != "torch":
     pytest.skip("the same on every backend: runs on torch", allow_module_level=True)
 
 
 def test_page_is_current():
-    assert errors_page.PAGE.read_text() == errors_page.write_page(), "run `make errors`"
+    assert pages.PAGES["errors"].read_text() == pages.errors_page(), "run `make pages`"
 
 
 def test_read_messages_finds_errors_and_warnings():
@@ -19,7 +19,7 @@ raise ValueError(f"Argument `x` must be 1. Received: x={x}")
 logger.warning("worker %s is slow", name)
 raise error
 """
-    assert list(errors_page.read_messages(source)) == [
+    assert list(pages.read_messages(source)) == [
         ("ValueError", "Argument `x` must be 1. Received: x=…"),
         ("log", "worker … is slow"),
     ]
@@ -27,5 +27,5 @@ raise error
 
 def test_split_message_leaves_out_what_was_received():
     text = "It is wrong. Received: …. A cause. Use `y`, which is right."
-    message = errors_page.Message("core", "ValueError", text)
+    message = pages.Message("core", "ValueError", text)
     assert message.split() == ("It is wrong.", "A cause. Use `y`, which is right.")

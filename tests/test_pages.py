@@ -19,7 +19,7 @@ import pytest
 import keras_strategy as ks
 from keras_strategy.commands import cli
 from tests.pages import Block, blocks_of
-from tools import pictures, site_pages
+from tools import pages, pictures
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {path.stem: path for path in (ROOT / "docs").glob("*.md")}
@@ -238,7 +238,7 @@ def test_drawings_are_current():
 @ON_TORCH
 def test_table_lines_break_between_words():
     cell = "<td>1e-07 <code>test_inputs.py::test_pandas</code> <code>short</code></td>"
-    assert site_pages.on_page_content(f"<p>1e-07</p>{cell}") == (
+    assert pages.on_page_content(f"<p>1e-07</p>{cell}") == (
         '<p>1e-07</p><td><span class="number">1e-07</span> <code>test_<wbr>inputs.<wbr>'
         "py::<wbr>test_<wbr>pandas</code> <code>short</code></td>"
     )
@@ -247,6 +247,6 @@ def test_table_lines_break_between_words():
 @ON_TORCH
 def test_gallery_shows_its_programs():
     here = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="gallery.md"))
-    shown = site_pages.on_page_markdown(PAGES["gallery"].read_text(), page=here)
+    shown = pages.on_page_markdown(PAGES["gallery"].read_text(), page=here)
     programs = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert {p for p in programs if f'??? example "examples/{p}"' in shown} == programs

@@ -11,9 +11,9 @@ import keras
 import pytest
 
 import keras_strategy as ks
-from tools import tf_distribute_page as tool
+from tools import pages
 
-VERSION, *NAMES = tool.record()
+VERSION, *NAMES = pages.read_names()
 BACKEND = keras.backend.backend()
 OWNERS = sorted({row["name"].split(".")[0] for row in NAMES})
 
@@ -21,7 +21,7 @@ OWNERS = sorted({row["name"].split(".")[0] for row in NAMES})
 def rows_of(owner):
     """The names below one of tf.distribute's, and what is said of them here."""
     listed = [row for row in NAMES if row["name"].split(".")[0] == owner]
-    return [(row, tool.said_of(row["name"])[BACKEND]) for row in listed]
+    return [(row, pages.statuses_of(row["name"])[BACKEND]) for row in listed]
 
 
 def find(name):
@@ -63,7 +63,8 @@ def difference(row):
         found = found.__func__
     if not callable(found):
         return "cannot be called"
-    ours, theirs = tool.parameters(found), [p for p in expected.split(", ") if p]
+    ours = pages.describe_parameters(found)
+    theirs = [p for p in expected.split(", ") if p]
     further = ours[len(theirs) :]
     if ours[: len(theirs)] == theirs and all(
         "=" in p or p.startswith("*") for p in further
@@ -75,7 +76,7 @@ def difference(row):
 def error_of(row):
     """What comes of the use of a refused name."""
     owner, _, last = row["name"].rpartition(".")
-    of_refused = owner and tool.said_of(owner)[BACKEND].word == "refused"
+    of_refused = owner and pages.statuses_of(owner)[BACKEND].word == "refused"
     if of_refused and row["kind"] != "staticmethod":
         return error_of(next(other for other in NAMES if other["name"] == owner))
     try:
@@ -90,7 +91,7 @@ def error_of(row):
 
 
 def test_page_is_current():
-    assert tool.PAGE.read_text() == tool.page(tool.record()), "see `make names`"
+    assert pages.PAGES["names"].read_text() == pages.names_page(), "run `make pages`"
 
 
 def test_record_matches_installed_tensorflow():
@@ -100,7 +101,7 @@ def test_record_matches_installed_tensorflow():
 
     if VERSION["kind"] != tf.__version__:
         pytest.skip("the record is of another version of TensorFlow")
-    assert tool.walk() == NAMES, "see `make names`"
+    assert pages.installed_names() == NAMES, "see `pages` in the Makefile"
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -139,7 +140,7 @@ def test_base_classes_are_those_of_tensorflow():
     import tensorflow as tf
 
     classes = {row["name"] for row in NAMES if row["kind"] == "class"}
-    based = {name: base for name in classes if (base := tool.base_of(name))}
+    based = {name: base for name in classes if (base := pages.base_of(name))}
     assert len(based) == 19
     for name, base in based.items():
         alias = name == f"experimental.{base}"  # an older class of that name
@@ -149,20 +150,20 @@ def test_base_classes_are_those_of_tensorflow():
 
 def test_unlisted_members_do_as_their_base_class():
     rows = {row["name"]: row for row in NAMES}
-    assert tool.is_implied(rows["MirroredStrategy.run"], rows)
-    assert tool.is_implied(rows["TPUStrategy.run"], rows)  # refused with its class
+    assert pages.is_implied(rows["MirroredStrategy.run"], rows)
+    assert pages.is_implied(rows["TPUStrategy.run"], rows)  # refused with its class
     alone = "TPUStrategy.experimental_assign_to_logical_device"
-    assert not tool.is_implied(rows[alone], rows)
-    assert not tool.is_implied(rows["ParameterServerStrategy.reduce"], rows)
-    assert not tool.is_implied(rows["Strategy.run"], rows)
+    assert not pages.is_implied(rows[alone], rows)
+    assert not pages.is_implied(rows["ParameterServerStrategy.reduce"], rows)
+    assert not pages.is_implied(rows["Strategy.run"], rows)
 
 
-@pytest.mark.parametrize("pattern", tool.SAID)
+@pytest.mark.parametrize("pattern", pages.statuses_by_pattern())
 def test_every_entry_is_a_native_name(pattern):
-    said = [tool.SAID[pattern]]
+    said = [pages.statuses_by_pattern()[pattern]]
     if isinstance(said[0], dict):
         said = said[0].values()
     assert fnmatch.filter([row["name"] for row in NAMES], pattern)
-    page = (tool.ROOT / "docs" / "differences.md").read_text().lower()
+    page = (pages.ROOT / "docs" / "differences.md").read_text().lower()
     for anchor in {status.anchor for status in said} - {""}:
         assert re.search(f"^### {anchor.replace('-', '.')}$", page, re.MULTILINE)

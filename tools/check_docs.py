@@ -36,7 +36,7 @@ HEADING_OPENINGS = {"how", "what", "where", "which", "see"}
 PAGE_WORDS = 2_500
 SENTENCE_WORDS = 40
 # Pages that may be longer: tables of measurements, and an entry per name or message.
-LONG = {"benchmarks", "conformance", "equality", "errors", "hooks", "tf_distribute"}
+LONG = {"benchmarks", "conformance", "equality", "errors", "patches", "tf_distribute"}
 # Words of a description that add nothing to the name of an argument.
 FILLERS = frozenset(
     ("a", "an", "the", "of", "this", "its", "to", "for", "which", "is", "are", "that")

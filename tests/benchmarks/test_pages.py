@@ -53,6 +53,21 @@ def test_remeasured_rows_replace_old_ones(tmp_path, monkeypatch):
     assert list(ratios.items()) == [("jax1", 0.9), ("jax2", 1.0), ("torch1", 1.1)]
 
 
+def test_older_runs_keep_what_the_page_shows(tmp_path, monkeypatch):
+    kept = pages.runs()
+    shown = pages.history(kept)
+    monkeypatch.setattr(pages, "HISTORY", tmp_path / "history")
+    pages.HISTORY.mkdir()
+    file = tmp_path / "run.json"
+    oldest = {**kept[0], "date": "2026-01-01", "rows": []}
+    for run in (oldest, *reversed(kept)):
+        file.write_text(json.dumps(run))
+        pages.keep(file)
+    assert pages.history(pages.runs()) == shown
+    assert pages.runs()[0] == kept[0]
+    assert len(list(pages.HISTORY.iterdir())) == len(kept)
+
+
 def test_scaling_page_has_the_rows_of_its_picture():
     rows = json.loads((pages.ROOT / "benchmarks/network/links.json").read_text())
     table = (pages.ROOT / "docs" / "scaling.md").read_text()

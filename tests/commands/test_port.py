@@ -13,7 +13,7 @@ import pytest
 import keras_strategy as ks
 from keras_strategy.commands import port
 from keras_strategy.commands.cli import main
-from tools import tf_distribute_page as table
+from tools import pages
 
 PROGRAM = '''\
 """Trainiert auf zwei Geräten."""
@@ -171,7 +171,7 @@ def test_unreadable_file_is_reported(tmp_path, capsys):
 
 def test_names_match_package_and_names_table():
     """The sources give the names that the package has, and their deprecation."""
-    _, *names = table.record()
+    _, *names = pages.read_names()
     wrong = []
     for row in names:
         if "." in row["name"] and row["kind"] not in ("class", "function"):
@@ -180,7 +180,7 @@ def test_names_match_package_and_names_table():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             exists = operator.attrgetter(row["name"])(ks) is not None
-        words = {status.word for status in table.said_of(row["name"]).values()}
+        words = {status.word for status in pages.statuses_of(row["name"]).values()}
         found, note = port.look_up_name(path)
         is_deprecated = any(w.category is DeprecationWarning for w in caught)
         if (

@@ -1,7 +1,7 @@
 """Leave out one patch, in this process and in the workers that it starts."""
 
 from keras_strategy.keras_patches import patch
-from tools.hooks_page import definition_of
+from tools.pages import definition_of
 
 
 def name_of(extension: patch.Patch) -> str:

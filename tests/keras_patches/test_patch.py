@@ -18,7 +18,7 @@ from keras_strategy.keras_patches.patch import (
     patches_in,
 )
 from tests.keras_patches.dropping import name_of
-from tools.hooks_page import reason_of
+from tools.pages import reason_of
 
 
 def make():
