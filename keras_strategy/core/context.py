@@ -134,7 +134,7 @@ def get_strategy() -> "Strategy":
 
 
 def has_strategy() -> bool:
-    """Return True inside the scope of a strategy.
+    """Return True inside the scope of a strategy other than the default one.
 
     Example:
 
@@ -146,7 +146,8 @@ def has_strategy() -> bool:
         assert ks.has_strategy()
     ```
     """
-    return current_scope() is not None
+    # As in tf.distribute, the default strategy's scope changes nothing.
+    return current_scope() not in (None, _default)
 
 
 def get_replica_context() -> "ReplicaContext | None":
@@ -169,7 +170,7 @@ def get_replica_context() -> "ReplicaContext | None":
     """
     if thread_state.replica is not None or thread_state.is_merging:
         return thread_state.replica
-    if current_scope() is None or is_in_layer():
+    if not has_strategy() or is_in_layer():
         return default_strategy().extended.group.context
     return None
 
@@ -189,7 +190,7 @@ def in_cross_replica_context() -> bool:
     assert strategy.run(ks.in_cross_replica_context) is False
     ```
     """
-    return current_scope() is not None and thread_state.replica is None
+    return has_strategy() and thread_state.replica is None
 
 
 def experimental_set_strategy(strategy: "Strategy | None") -> None:

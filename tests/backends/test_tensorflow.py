@@ -151,6 +151,38 @@ def test_gather():
         concat_values([tf.ones((2, 1)), tf.zeros((2, 2))], 0)
 
 
+def test_nest_does_not_take_values_apart(two, native):
+    def results(strategy, per):
+        names = {"MEAN": None, "SUM": 0}
+
+        def use(value):
+            reduced = [strategy.reduce(op, value, axis=names[op]) for op in names]
+            local = strategy.experimental_local_results(value)
+            return [x.numpy().tolist() for x in (*reduced, *local)]
+
+        found = tf.nest.map_structure(lambda value: [use(value)], per)
+        gathered = tf.nest.map_structure(lambda x: strategy.gather(x, axis=0), per)
+        components = tf.nest.flatten(per, expand_composites=True)
+        return found, gathered["loss"].numpy().tolist(), len(components)
+
+    def step(x):
+        return {"loss": x * 2.0}
+
+    values = tf.constant([1.0, 2.0]), tf.constant([3.0, 6.0])
+    per = two.run(step, (per_replica(*values),))
+    oracle = native.run(step, (native_per_replica(native, *values),))
+    assert results(two, per) == results(native, oracle)
+
+    @tf.function
+    def doubled(structure):
+        double = lambda x: two.run(step, (x,))["loss"]  # noqa: E731
+        return tf.nest.map_structure(double, structure)
+
+    again = doubled(per)["loss"]
+    assert isinstance(again, ks.PerReplica)
+    assert [x.numpy().tolist() for x in again.values] == [[4.0, 8.0], [12.0, 24.0]]
+
+
 # --- run
 
 

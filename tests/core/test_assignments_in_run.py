@@ -9,6 +9,7 @@ from keras import ops
 
 import keras_strategy as ks
 from tests.equality.compare import largest
+from tests.training.shared import logged
 
 EAGER = ks.RunOptions(compile=False)
 
@@ -28,7 +29,7 @@ def test_different_assignments_warn(options, mirrored, caplog):
 
     for _ in range(4):
         strategy.run(step, (each(strategy, 1, 2, 3),), options=options)
-    (warning,) = caplog.messages
+    (warning,) = logged(caplog)
     assert re.search(r"'weight'.*differ.*all_reduce", warning)
 
 

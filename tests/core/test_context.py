@@ -28,6 +28,15 @@ def test_inside_scope(two):
         assert ks.get_strategy() is two
 
 
+def test_inside_scope_of_default_strategy():
+    with ks.get_strategy().scope() as default:
+        assert not ks.has_strategy()
+        assert not ks.in_cross_replica_context()
+        assert ks.get_strategy() is default
+        context = ks.get_replica_context()
+        assert float(context.all_reduce("SUM", keras.ops.ones(()))) == 1
+
+
 def test_inside_run(two):
     def where():
         return (

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.function import trace_type
 from tensorflow.python.eager import context
 
 from keras_strategy.backends.tensorflow import collectives, patches, patches_sharding
@@ -37,11 +38,90 @@ from keras_strategy.values import DistributedValues, raise_not_a_tensor
 # tf.distribute's name, so that its checkpoints are found.
 _STEPS = "checkpointed_runs"
 
-# tf.nest sees the tensors inside, so tf.functions take and return distributed values.
+
+class ValuesSpec(tf.TypeSpec):
+    """Type of distributed values as outputs of tf.functions."""
+
+    # As tf.distribute's, they are composite tensors, so that `tf.nest` does not take
+    # them apart.
+
+    _classes: dict[str, type[DistributedValues]] = {}
+    value_type: Any = property(lambda self: self._classes[self._name])
+    _component_specs: Any = property(lambda self: self._specs)
+
+    def __init__(self, name: str, *specs: Any):
+        self._name, self._specs = name, specs
+
+    def _serialize(self) -> Any:
+        return self._name, *self._specs
+
+    def _to_components(self, value: Any) -> Any:
+        return value.values
+
+    def _from_components(self, components: Any) -> Any:
+        return self.value_type(components)
+
+    @classmethod
+    def from_value(cls, value: DistributedValues) -> "ValuesSpec":
+        name = type(value).__qualname__
+        cls._classes[name] = type(value)
+
+        def describe(x: Any) -> Any:  # a specification, in an input signature
+            return x if isinstance(x, tf.TypeSpec) else tf.type_spec_from_value(x)
+
+        return cls(name, *tf.nest.map_structure(describe, tuple(value.values)))
+
+
+class ValuesType(tf.types.experimental.TraceType):
+    """Type of distributed values as arguments of tf.functions, which may be numbers."""
+
+    def __init__(self, cls: type[DistributedValues], values: Any):
+        self._cls, self._values = cls, values  # the type of the tuple of them
+
+    def is_subtype_of(self, other: Any) -> bool:
+        return self._is_alike(other) and self._values.is_subtype_of(other._values)
+
+    def most_specific_common_supertype(self, others: Any) -> "ValuesType | None":
+        if not all(map(self._is_alike, others)):
+            return None
+        types = [other._values for other in others]
+        values = self._values.most_specific_common_supertype(types)
+        return None if values is None else ValuesType(self._cls, values)
+
+    def placeholder_value(self, placeholder_context: Any) -> Any:
+        return self._cls(self._values.placeholder_value(placeholder_context))
+
+    def to_tensors(self, value: Any) -> Any:
+        return self._values.to_tensors(value.values)
+
+    def from_tensors(self, tensors: Any) -> Any:
+        return self._cls(self._values.from_tensors(tensors))
+
+    def flatten(self) -> Any:
+        return self._values.flatten()
+
+    def cast(self, value: Any, cast_context: Any) -> Any:
+        values = self._values.cast(value.values, cast_context)
+        return value if values is value.values else self._cls(values)
+
+    def _is_alike(self, other: Any) -> bool:
+        return isinstance(other, ValuesType) and self._cls is other._cls
+
+    def __eq__(self, other: Any) -> bool:
+        return self._is_alike(other) and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash((self._cls, self._values))
+
+
 _protocol: Any = DistributedValues
-_protocol.__tf_flatten__ = lambda self: ((), self.values)
-_protocol.__tf_unflatten__ = classmethod(lambda cls, _, values: cls(values))  # pyright: ignore
+_protocol._type_spec = property(ValuesSpec.from_value)
+_protocol.__tf_tracing_type__ = lambda self, context: ValuesType(
+    type(self), trace_type.from_value(self.values, context)
+)
+_protocol._convert_variables_to_tensors = lambda self: self
 _protocol.__tf_tensor__ = raise_not_a_tensor
+tf.__internal__.CompositeTensor.register(DistributedValues)
 
 
 class TensorFlowEngine(Engine):
