@@ -54,6 +54,13 @@ _ROW_MIXERS = (
 STEPS = {"train": "training", "test": "evaluation", "predict": "prediction"}
 
 
+def gather_row_mixers(model: Any) -> None:
+    """Let Keras's layers that mix rows compute on the rows of all replicas."""
+    for layer in all_layers(model):
+        if type(layer) in _ROW_MIXERS:
+            compute_on_all_rows(layer)
+
+
 def audit_batch(
     model: Any,
     kind: str,
@@ -218,9 +225,7 @@ class RowPolicy:
         if self.runs_whole or mode == "off" or self._is_too_large():
             self.is_done = True
         elif self._is_first:
-            for layer in all_layers(self._model):
-                if type(layer) in _ROW_MIXERS:
-                    compute_on_all_rows(layer)
+            gather_row_mixers(self._model)
             self.is_done = find_user_code([self._model]) is None
             if not self.is_done:
                 vars(self._model).setdefault(_POLICIES, {})[self._kind] = self

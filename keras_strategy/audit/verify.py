@@ -8,7 +8,12 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_strategy.audit.policy import STEPS, audit_batch, to_arrays
+from keras_strategy.audit.policy import (
+    STEPS,
+    audit_batch,
+    gather_row_mixers,
+    to_arrays,
+)
 from keras_strategy.audit.report import AuditReport
 from keras_strategy.audit.snapshot import find_objects
 from keras_strategy.audit.step import ROWS_PER_REPLICA, StepAudit
@@ -104,6 +109,7 @@ def verify(
         )
     with strategy.scope():
         build_from_batch(model, batch)
+        gather_row_mixers(model)
         return audit_batch(model, kind, strategy, batch)
 
 
