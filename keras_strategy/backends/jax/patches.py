@@ -32,7 +32,6 @@ from keras_strategy.backends.jax.state import (
 )
 from keras_strategy.backends.jax.training import VirtualFunction, on_one_device
 from keras_strategy.backends.threads.patches import current_stateless_scope
-from keras_strategy.backends.threads.patches_sharded_update import ShardedUpdateScope
 from keras_strategy.core import context
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.keras_patches.patch import (
@@ -48,6 +47,7 @@ from keras_strategy.keras_patches.random import (
     keras_seeds,
     set_global_generator,
 )
+from keras_strategy.keras_patches.sharded_updates import ShardedUpdateScope
 from keras_strategy.training import ownership
 from keras_strategy.training.ownership import strategy_of_model, strategy_of_variable
 from keras_strategy.training.saving import overridden_value

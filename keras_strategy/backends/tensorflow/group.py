@@ -35,7 +35,6 @@ from keras_strategy.backends.tensorflow.replica import (
     gather_shards,
     local_shard,
 )
-from keras_strategy.backends.threads.patches_sharding import shard_adopted_slot
 from keras_strategy.backends.threads.pool import propagate_interrupts
 from keras_strategy.core import context
 from keras_strategy.core.context import ReplicaContext
@@ -50,6 +49,7 @@ from keras_strategy.keras_patches.random import (
     layer_draws,
     set_global_generator,
 )
+from keras_strategy.keras_patches.sharded_slots import shard_adopted_slot
 from keras_strategy.keras_patches.variables_optimizers import (
     byte_count,
     initialize,

@@ -13,7 +13,6 @@ import torch
 
 from keras_strategy.backends.single import arrays_to_tensors
 from keras_strategy.backends.threads import patches as thread_patches
-from keras_strategy.backends.threads.patches_sharding import shard_adopted_slot
 from keras_strategy.backends.threads.pool import (
     KerasStep,
     ReplicaThreads,
@@ -34,6 +33,7 @@ from keras_strategy.core.per_replica_attributes import GroupAttributes
 from keras_strategy.core.step_state import BatchRows
 from keras_strategy.core.variable_components import ComponentGroup
 from keras_strategy.devices import ReplicaTopology
+from keras_strategy.keras_patches.sharded_slots import shard_adopted_slot
 from keras_strategy.keras_patches.trainer import BATCH_LOGS, BatchLogs
 from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_value
 from keras_strategy.training import ownership, reduction

@@ -16,14 +16,6 @@ from keras_strategy.backends.threads.patches import (
     current_stateless_scope,
     current_thread_replica,
 )
-from keras_strategy.backends.threads.patches_sharded_update import (
-    ShardedUpdateScope,
-    current_update_scope,
-)
-from keras_strategy.backends.threads.patches_sharding import (
-    apply_outside_replicas_error,
-    get_or_create_sharding,
-)
 from keras_strategy.backends.torch import state
 from keras_strategy.backends.torch.gradient_buckets import (
     MAX_BUCKET_BYTES,
@@ -37,6 +29,14 @@ from keras_strategy.keras_patches.patch import (
     in_distributed_scope,
     in_replica,
     multi_replica_only,
+)
+from keras_strategy.keras_patches.sharded_slots import (
+    apply_outside_replicas_error,
+    get_or_create_sharding,
+)
+from keras_strategy.keras_patches.sharded_updates import (
+    ShardedUpdateScope,
+    current_update_scope,
 )
 from keras_strategy.training.sharding import OPTIMIZER_SHARDING, FlatShards
 from keras_strategy.values import ReduceOp
