@@ -25,8 +25,8 @@ from keras_strategy.core.step_state import map_rows
 from keras_strategy.data.distributed_dataset import DistributedDataset
 from keras_strategy.devices import canonical_device
 from keras_strategy.keras_patches import sharded_slots, sharded_updates
+from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.random import dry_running
-from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.options import InputOptions
 from keras_strategy.training.cross_device_ops import CrossDeviceOps
 from keras_strategy.training.random import EndOfDryRun

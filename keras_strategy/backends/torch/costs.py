@@ -20,7 +20,7 @@ from keras_strategy.backends.torch.sharding import attach_unit_shards
 from keras_strategy.backends.torch.state import Layout
 from keras_strategy.core.protocols import PlannedStep, TimeFractions
 from keras_strategy.keras_patches import sharded_slots
-from keras_strategy.keras_patches.variables_optimizers import stored_dtype
+from keras_strategy.keras_patches.internals import stored_dtype
 from keras_strategy.training.reduction import compute_and_comm_fractions
 
 

@@ -12,10 +12,7 @@ import keras
 import torch
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
-from keras_strategy.backends.threads.patches import (
-    current_stateless_scope,
-    current_thread_replica,
-)
+from keras_strategy.backends.threads.patches import current_thread_replica
 from keras_strategy.backends.torch import state
 from keras_strategy.backends.torch.gradient_buckets import (
     MAX_BUCKET_BYTES,
@@ -23,6 +20,7 @@ from keras_strategy.backends.torch.gradient_buckets import (
 )
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.sharding import UNIT_BYTES, WeightUnits, unit_of
+from keras_strategy.keras_patches.internals import current_stateless_scope
 from keras_strategy.keras_patches.patch import (
     find_module,
     hook,
