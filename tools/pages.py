@@ -67,8 +67,8 @@ def first_paragraph(documentation: str | None) -> str:
 # --- docs/patches.md
 
 SHARDING = {
-    "patches_sharded_update": "Where each replica updates a shard of the weights",
-    "patches_sharding": "On torch and TensorFlow, where optimizer state is sharded",
+    "sharded_updates": "Where each replica updates a shard of the weights",
+    "sharded_slots": "On torch and TensorFlow, where optimizer state is sharded",
 }
 THREADS = "On JAX and torch, where replicas are threads"
 
@@ -149,8 +149,10 @@ def section_title(module: str) -> str:
     """Return the section of the page for the patches of a module."""
     package, name = module.split(".")[-2:]
     if package == "threads":
-        return SHARDING.get(name, THREADS)
-    return f"On {BACKENDS[package]}" if package in BACKENDS else "On every backend"
+        return THREADS
+    if package in BACKENDS:
+        return f"On {BACKENDS[package]}"
+    return SHARDING.get(name, "On every backend")
 
 
 def patch_tables(listed: Sequence[dict[str, Any]]) -> dict[str, str]:

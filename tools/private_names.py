@@ -33,7 +33,7 @@ def is_patch_module(path: Path) -> bool:
     """Return True if a file may use Keras's private names."""
     parts = path.resolve().relative_to(PACKAGE).parts
     return parts[0] == "keras_patches" or (
-        parts[0] == "backends" and parts[-1].startswith("patches")
+        parts[0] == "backends" and parts[-1].startswith(("patches", "internals"))
     )
 
 

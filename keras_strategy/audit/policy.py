@@ -27,10 +27,10 @@ from keras_strategy.audit.step import ROWS_PER_REPLICA, StepAudit
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import LocalRows, map_rows
 from keras_strategy.errors import logger
+from keras_strategy.keras_patches.internals import byte_count
 from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.keras_patches.random import compute_on_all_rows
 from keras_strategy.keras_patches.trainer import build_for_step, first_callbacks
-from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.training.callbacks import LogFreeCallback
 from keras_strategy.training.row_weights import kinds_that_run_whole
 from keras_strategy.values import DistributedValues, PerReplica

@@ -19,8 +19,8 @@ from keras import ops, tree
 
 from keras_strategy.core.per_replica_attributes import ContainerContents
 from keras_strategy.core.registry import get_engine
+from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.random import call_state_restorer
-from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training.sharding import is_sharded
 from keras_strategy.training.variable_sync import is_sync_on_read
 from keras_strategy.values import DistributedValues

@@ -17,7 +17,7 @@ from keras_strategy.core.variable_components import (
     VariableComponent,
     unwrap_variables,
 )
-from keras_strategy.keras_patches.variables_optimizers import byte_count
+from keras_strategy.keras_patches.internals import byte_count
 from keras_strategy.options import RunOptions
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.values import (

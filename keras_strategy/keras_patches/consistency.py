@@ -18,7 +18,7 @@ from keras_strategy.core.collectives import array_digest
 from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import MirrorError, WorkersDifferError, logger
-from keras_strategy.keras_patches.variables_optimizers import stored_value
+from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.training import ownership
 from keras_strategy.training.callbacks import LogFreeCallback
 from keras_strategy.training.sharding import is_sharded

@@ -20,11 +20,11 @@ from keras_strategy.core.per_replica_attributes import (
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import active_recorder
 from keras_strategy.errors import logger
+from keras_strategy.keras_patches.internals import is_in_layer
 from keras_strategy.keras_patches.patch import (
     MethodsPatch,
     Patch,
     find_module,
-    global_state,
     hook,
     in_scope,
     in_step,
@@ -320,12 +320,7 @@ _set = _container(
 
 # --- private state of Keras
 
-
-def _is_in_layer() -> bool:
-    return global_state.get_global_attribute("current_call_ctx") is not None
-
-
-context.is_in_layer = _is_in_layer
+context.is_in_layer = is_in_layer
 
 
 def all_layers(model: keras.Layer) -> list[Any]:

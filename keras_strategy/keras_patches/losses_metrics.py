@@ -7,10 +7,10 @@ import keras
 from keras import ops, tree
 
 from keras_strategy.core.variable_components import ChildScope
+from keras_strategy.keras_patches.internals import current_stateless_scope
 from keras_strategy.keras_patches.patch import (
     SubclassPatch,
     find_module,
-    global_state,
     hook,
     in_distributed_scope,
     in_replica,
@@ -65,7 +65,7 @@ def _needs_all_rows(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> bool:
     if vars(loss).get("fn") is keras.losses.circle:
         return True
     # What this call assigns is dropped.
-    scope = global_state.get_global_attribute("stateless_scope")
+    scope = current_stateless_scope()
     with ChildScope((), scope):
         return len(ops.shape(loss.call(y_true, y_pred))) == 0
 
@@ -152,7 +152,7 @@ def _result_of_all_rows(original: Callable) -> Any:
         if replica is None:
             return original(self, *args, **kwargs)
         merged = merged_values(replica, self.variables)
-        scope = global_state.get_global_attribute("stateless_scope")
+        scope = current_stateless_scope()
         with ChildScope(merged, scope):
             return original(self, *args, **kwargs)
 

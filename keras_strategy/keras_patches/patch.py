@@ -269,13 +269,6 @@ def find_module(names: str, *modules: str) -> Any:
     )
 
 
-# Keras's thread state.
-global_state = find_module(
-    "GLOBAL_STATE_TRACKER get_global_attribute set_global_attribute",
-    "keras.src.backend.common.global_state",
-)
-
-
 def patches_in(*modules: ModuleType) -> list[Patch]:
     """Return the patches that modules define, in the order of their definition."""
     found: list[Patch] = []

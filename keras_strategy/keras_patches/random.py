@@ -24,11 +24,11 @@ from keras_strategy.core.protocols import Replica
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import RowRange, has_rows, map_rows
 from keras_strategy.errors import logger
+from keras_strategy.keras_patches.internals import global_state
 from keras_strategy.keras_patches.layers import is_purely_keras
 from keras_strategy.keras_patches.losses_metrics import NEEDS_ALL_ROWS
 from keras_strategy.keras_patches.patch import (
     find_module,
-    global_state,
     hook,
     in_replica_or_dry_run,
     in_step,

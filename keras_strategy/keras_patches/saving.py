@@ -12,12 +12,9 @@ import numpy as np
 from keras import ops
 
 from keras_strategy.keras_patches import consistency, dataset_state
+from keras_strategy.keras_patches.internals import global_state
 from keras_strategy.keras_patches.patch import find_module, hook, model_on_workers
-from keras_strategy.keras_patches.random import (
-    global_generator,
-    global_state,
-    keras_seeds,
-)
+from keras_strategy.keras_patches.random import global_generator, keras_seeds
 from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training import ownership
 from keras_strategy.training.checkpoint import BackupContents, BackupFolder, Shard

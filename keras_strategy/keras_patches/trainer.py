@@ -17,10 +17,10 @@ from keras_strategy.data.sources import prefetch_disabled, stop_prefetchers_on_e
 from keras_strategy.keras_patches import consistency as mirror_consistency
 from keras_strategy.keras_patches import data_adapters
 from keras_strategy.keras_patches.fingerprint import write_report_if_requested
+from keras_strategy.keras_patches.internals import global_state
 from keras_strategy.keras_patches.layers import all_layers, report_normalizations
 from keras_strategy.keras_patches.patch import (
     find_module,
-    global_state,
     hook,
     in_scope,
     model_hook,

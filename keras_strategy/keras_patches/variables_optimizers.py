@@ -1,16 +1,14 @@
-"""Patches of `keras.Variable` and optimizers, and access to their private state."""
+"""Patches of `keras.Variable` and optimizers."""
 
-import math
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_strategy.core import context
 from keras_strategy.core.step_state import APPLY, active_recorder, replica_recorders
+from keras_strategy.keras_patches.internals import as_stored, stored_value
 from keras_strategy.keras_patches.patch import (
     SubclassPatch,
     before_apply,
@@ -25,16 +23,6 @@ from keras_strategy.training.ownership import (
 )
 from keras_strategy.training.random import EndOfDryRun
 from keras_strategy.training.sharding import creating_slots
-
-# `attrgetter` avoids a Python call; these are read in every step.
-stored_value: Callable[[Any], Any] = attrgetter("_value")
-"""Return the stored value in any scope; None if there is no value yet."""
-
-stored_dtype: Callable[[Any], str] = attrgetter("_dtype")
-"""Return the dtype of the stored value, also in an autocast scope."""
-
-is_autocast: Callable[[Any], bool] = attrgetter("_autocast")
-"""Return True if an autocast scope changes the dtype in which it is read."""
 
 # The original, so that an increment is not aggregated twice.
 _assign_as_is = keras.Variable.assign
@@ -99,32 +87,6 @@ def variables_of(model: keras.Model, metrics: bool = True) -> dict[str, Any]:
         for group, variables in groups.items()
         for number, variable in enumerate(variables)
     }
-
-
-def byte_count(variable: Any) -> int:
-    """Return the size of a whole variable in bytes."""
-    # NumPy knows names such as "bfloat16": Keras imports `ml_dtypes`.
-    return math.prod(variable.shape) * np.dtype(stored_dtype(variable)).itemsize
-
-
-# --- private state of Keras
-
-
-def as_stored(variable: Any, value: Any) -> Any:
-    """Return a value as a tensor of the variable's dtype."""
-    return variable._convert_to_tensor(value, dtype=variable._dtype)
-
-
-def initialize(variable: Any, value: Any) -> None:
-    """Replace the stored value of a variable by a value or the result of a function."""
-    # The variable keeps its shape, which may differ from a stored shard's. Keras 3.16
-    # mixes them up: on torch the stored value sets the shape, and on TensorFlow a
-    # variable with a shape refuses values of another.
-    shape, variable._shape = variable._shape, None
-    try:
-        variable._initialize(value)
-    finally:
-        variable._shape = shape
 
 
 def _sum_and_apply(

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
-from keras_strategy.keras_patches.variables_optimizers import byte_count, variables_of
+from keras_strategy.keras_patches.internals import byte_count
+from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training import ownership
 from keras_strategy.training.sharding import flat_shards_of, is_sharded, shard_spec_of
 from keras_strategy.values import DistributedValues

@@ -13,7 +13,7 @@ from keras_strategy.core import context
 from keras_strategy.core.protocols import PlannedStep
 from keras_strategy.core.registry import get_engine, preserve_random_states
 from keras_strategy.keras_patches.installation import install_for
-from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_dtype
+from keras_strategy.keras_patches.internals import byte_count, stored_dtype
 
 _CHOICES = (None, "optimizer", "parameters")
 

@@ -21,8 +21,8 @@ import jax
 
 from benchmarks.memory import collectives
 from keras_strategy.backends.jax import patches_data
-from keras_strategy.backends.jax import patches_state as keras_state
 from keras_strategy.backends.jax.state import assemble_locally
+from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.values import PerReplica
 from tests.equality.compare import largest, scope
 
@@ -291,7 +291,7 @@ def test_step_reuses_donated_memory(two):
     two.run(step)
     for _ in range(3):
         # Not by `v.value`: what was read is not overwritten.
-        part = keras_state.array_of(v).addressable_shards[0].data
+        part = stored_value(v).addressable_shards[0].data
         two.run(step)
         assert part.is_deleted()
     held = v.value
@@ -406,7 +406,7 @@ def test_step_donates_assigned_unread_variables(two):
 
     def parts():
         return [
-            keras_state.array_of(v).addressable_shards[0].data
+            stored_value(v).addressable_shards[0].data
             for v in (*model.trainable_variables, *optimizer.variables)
             if v is not optimizer._learning_rate
         ]
@@ -434,10 +434,10 @@ def test_failed_step_keeps_variables(two):
             raise ValueError("not such a batch")
 
     two.run(step, args=(np.ones(4, "float32"),))
-    before = keras_state.array_of(v)
+    before = stored_value(v)
     with pytest.raises(ValueError, match="not such a batch"):
         two.run(step, args=(np.ones(2, "float32"),))
-    assert keras_state.array_of(v) is before
+    assert stored_value(v) is before
     assert v.numpy().tolist() == [1.0] * 3
     two.run(step, args=(np.ones(4, "float32"),))
     assert v.numpy().tolist() == [2.0] * 3

@@ -16,9 +16,7 @@ if keras.backend.backend() != "torch":
 import keras_strategy as ks  # noqa: E402
 from keras_strategy.audit import policy  # noqa: E402
 from keras_strategy.backends.torch import patches_optimizers, sharding  # noqa: E402
-from keras_strategy.keras_patches.variables_optimizers import (  # noqa: E402
-    stored_value,
-)
+from keras_strategy.keras_patches.internals import stored_value  # noqa: E402
 from keras_strategy.testing import WorkerRunner  # noqa: E402
 from tests.backends import torch_sharding_jobs as jobs  # noqa: E402
 

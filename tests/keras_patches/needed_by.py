@@ -276,7 +276,7 @@ NEEDED_BY = {
         "jax",
         "tests/distributed/test_sharding.py::test_two_workers_equal_one_device[optimizer]",
     ),
-    "backends.threads.patches_sharding Optimizer.add_variable_from_reference": (
+    "keras_patches.sharded_slots Optimizer.add_variable_from_reference": (
         "torch",
         f"{_SHARDING}::test_bytes_per_device[optimizer]",
     ),
@@ -284,11 +284,11 @@ NEEDED_BY = {
         "torch",
         f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
     ),
-    "backends.threads.patches_sharded_update Optimizer._clip_gradients": (
+    "keras_patches.sharded_updates Optimizer._clip_gradients": (
         "torch",
         f"{_SHARDING}::test_clipping_decay_average_and_accumulation[2-optimizer]",
     ),
-    "backends.threads.patches_sharding Optimizer._apply_weight_decay": (
+    "keras_patches.sharded_slots Optimizer._apply_weight_decay": (
         "torch",
         f"{_SHARDING}::test_optimizers_that_are_not_elementwise[Lamb]",
     ),

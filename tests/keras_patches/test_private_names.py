@@ -36,4 +36,5 @@ def test_patch_modules_may_use_private_names():
     package = private_names.PACKAGE
     assert private_names.is_patch_module(package / "keras_patches" / "layers.py")
     assert private_names.is_patch_module(package / "backends" / "jax" / "patches.py")
+    assert private_names.is_patch_module(package / "backends" / "jax" / "internals.py")
     assert not private_names.is_patch_module(package / "backends" / "jax" / "group.py")

@@ -240,14 +240,14 @@ def test_communication_in_a_condition_is_refused():
 
 @on_jax
 def test_step_overwrites_variables():
-    from keras_strategy.backends.jax.patches_state import array_of
+    from keras_strategy.keras_patches.internals import stored_value
 
     for devices in (1, 2):
         with virtual(devices).scope():
             made = model()
         made.fit(X[:12], Y[:12], batch_size=12, verbose=0)
         weights = [*made.trainable_variables, *made.optimizer.variables]
-        before = [array_of(v).addressable_shards[0].data for v in weights]
+        before = [stored_value(v).addressable_shards[0].data for v in weights]
         made.fit(X[:12], Y[:12], batch_size=12, verbose=0)
         deleted = [array.is_deleted() for array in before]
         assert sum(deleted) >= len(made.trainable_variables) * 3

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 from keras import tree
 
-from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax import internals
 from keras_strategy.backends.jax.collectives import (
     LocalBatches,
     ShardedPerReplica,
@@ -28,7 +28,7 @@ from keras_strategy.backends.jax.collectives import (
     to_sharded,
 )
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
-from keras_strategy.keras_patches.variables_optimizers import stored_dtype
+from keras_strategy.keras_patches.internals import stored_dtype
 from keras_strategy.training import random
 from keras_strategy.training.compile_cache import (
     MANY_PROGRAMS,
@@ -250,7 +250,7 @@ class Function:
         return [
             self.variables[key]
             for key in self.written
-            if not keras_state.is_global_seed(self.variables[key])
+            if not internals.is_global_seed(self.variables[key])
         ]
 
     def record(self, scope: RunScope) -> bool:
@@ -258,18 +258,18 @@ class Function:
         before = len(self.variables), len(self.written)
         self.variables.update(scope.used)
         self.written.update(scope.written)
-        seed = keras_state.global_seed()
+        seed = internals.global_seed()
         if id(seed) in self.variables:
             self.seed = seed
         return before != (len(self.variables), len(self.written))
 
     def renew_seed(self) -> None:
         """Use the global seed that `keras.utils.set_random_seed` may have replaced."""
-        if self.seed is None or keras_state.is_global_seed(self.seed):
+        if self.seed is None or internals.is_global_seed(self.seed):
             return
         self.variables.pop(id(self.seed))
         self.written.discard(id(self.seed))
-        self.seed = keras_state.ensure_global_seed()
+        self.seed = internals.ensure_global_seed()
         self.variables[id(self.seed)] = self.seed
         self.written.add(id(self.seed))
 

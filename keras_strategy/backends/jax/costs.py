@@ -11,7 +11,7 @@ import jax
 from keras_strategy.backends.jax.distribution import ReplicaDistribution
 from keras_strategy.core.protocols import PlannedStep, TimeFractions
 from keras_strategy.devices import LogicalDevices
-from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_dtype
+from keras_strategy.keras_patches.internals import byte_count, stored_dtype
 from keras_strategy.training.reduction import compute_and_comm_fractions
 from keras_strategy.training.sharding import ShardSpec, creating_slots
 

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax import internals
 from keras_strategy.backends.jax.connection import device_named
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core import context
@@ -32,6 +32,7 @@ from keras_strategy.devices import (
     partition_axes,
     prime_factors,
 )
+from keras_strategy.keras_patches.internals import in_symbolic_scope
 from keras_strategy.training.sharding import VariableSharding, layout_of_weight
 from keras_strategy.training.variable_sync import is_sync_on_read
 
@@ -189,7 +190,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
 
     def sharding_of(self, variable: Any) -> NamedSharding:
         """Return the sharding of a variable in programs."""
-        layout = keras_state.sharding_of(variable)
+        layout = internals.sharding_of(variable)
         mesh = layout.mesh if isinstance(layout, NamedSharding) else None
         return layout if mesh in (self.mesh, self.factors) else self.everywhere
 
@@ -341,7 +342,7 @@ class ReplicaDistribution(keras.distribution.DataParallel):
 
     def constrain(self, tensor: Any, parts: Sequence[int]) -> Any:
         """Constrain how logical devices split a tensor, in `parts` per dimension."""
-        if not parts or keras_state.is_symbolic():  # or unknown sizes have stand-ins
+        if not parts or in_symbolic_scope():  # or unknown sizes have stand-ins
             return tensor
         in_replica = context.current_replica() is not None
         # In the global program of `fit`, the rows of all replicas come first.

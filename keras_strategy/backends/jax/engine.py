@@ -11,18 +11,17 @@ import keras
 from jax.core import Tracer
 from keras import tree
 
-from keras_strategy.backends.jax import connection, patches, patches_data
-from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax import connection, internals, patches, patches_data
 from keras_strategy.backends.jax.distribution import in_program
 from keras_strategy.backends.jax.group import JaxReplicaGroup
 from keras_strategy.backends.threads import patches as thread_patches
-from keras_strategy.backends.threads import patches_sharded_update
-from keras_strategy.backends.threads.patches import current_stateless_scope
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.context import DryRun
 from keras_strategy.core.protocols import Engine, Strategy
 from keras_strategy.core.step_state import map_rows
 from keras_strategy.core.variable_components import ChildScope, unwrap_variables
+from keras_strategy.keras_patches import sharded_updates
+from keras_strategy.keras_patches.internals import current_stateless_scope
 from keras_strategy.keras_patches.random import dry_running
 from keras_strategy.training.cross_device_ops import CrossDeviceOps
 from keras_strategy.values import DistributedValues, raise_not_a_tensor
@@ -126,10 +125,10 @@ class JaxEngine(Engine):
                 )([v.value for v in variables])
             finally:
                 if scope is None:
-                    keras_state.initialize_pending()
+                    internals.initialize_pending()
             # Assignments inside fn have been aggregated already.
             for variable, state in zip(written, states, strict=True):
-                keras_state.write(variable, state)
+                internals.write(variable, state)
             if not has_aux:
                 return value, gradients
             leaves = iter(tensors)
@@ -142,7 +141,7 @@ class JaxEngine(Engine):
 
     def patch_modules(self) -> Sequence[ModuleType]:
         # The patches of threads come last, so that they run before ours.
-        return [patches, patches_data, thread_patches, patches_sharded_update]
+        return [patches, patches_data, thread_patches, sharded_updates]
 
     def native_strategy(self, devices: tuple[str, ...]) -> Any:
         return keras.distribution.DataParallel(devices=list(devices))

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from keras import tree
 
-from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax import internals
 from keras_strategy.backends.jax.collectives import (
     JaxWorkers,
     ShardedPerReplica,
@@ -43,7 +43,7 @@ from keras_strategy.backends.jax.state import (
     set_components,
 )
 from keras_strategy.backends.jax.virtual_replicas import check_deterministic
-from keras_strategy.backends.threads.patches import MergedScope, current_stateless_scope
+from keras_strategy.backends.threads.patches import MergedScope
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import setattr_hooks
@@ -55,6 +55,7 @@ from keras_strategy.core.variable_components import (
 )
 from keras_strategy.data.distributed_dataset import EvenRows
 from keras_strategy.devices import LogicalDevices
+from keras_strategy.keras_patches.internals import current_stateless_scope, stored_value
 from keras_strategy.options import RunOptions
 from keras_strategy.training import ownership, reduction
 from keras_strategy.training.train_step import differing_rows_error
@@ -87,20 +88,20 @@ class JaxReplicaGroup(ComponentGroup):
         return self.distribution.scope()
 
     def adopt(self, variables: Sequence[Any]) -> None:
-        variables = [v for v in variables if not keras_state.is_global_seed(v)]
+        variables = [v for v in variables if not internals.is_global_seed(v)]
         for variable in variables:
             layout = self.distribution.get_variable_layout(variable)
-            keras_state.set_layout(variable, layout)
+            internals.set_layout(variable, layout)
         ownership.broadcast_from_chief(self._strategy, variables)
 
     def initial_value(self, variable: Any) -> np.ndarray:
-        array = keras_state.array_of(variable)
+        array = stored_value(variable)
         # Sharded variables received the chief's value when they were created.
         return np.asarray(array) if array.is_fully_replicated else np.zeros(0)
 
     def set_initial_value(self, variable: Any, value: Any) -> None:
         array = put(value, self.distribution.everywhere)
-        keras_state.set_arrays([variable], [array])
+        internals.set_arrays([variable], [array])
 
     @contextlib.contextmanager
     def trainer_scope(
@@ -126,7 +127,7 @@ class JaxReplicaGroup(ComponentGroup):
             if method in ("evaluate", "predict"):
                 # Keras takes the values out of the variables during the loop. Only
                 # `fit` restores them after an exception.
-                keras_state.synchronize_state(model)
+                internals.synchronize_state(model)
             shapes = self.distribution.differing_shapes
             if shapes is not None and isinstance(error, ValueError | TypeError):
                 raise differing_rows_error(shapes) from error

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from keras import tree
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
-from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax import internals
 from keras_strategy.backends.jax.distribution import (
     AXIS,
     LOGICAL_PREFIX,
@@ -31,10 +31,9 @@ from keras_strategy.backends.jax.state import (
     gather_variable,
 )
 from keras_strategy.backends.jax.training import VirtualFunction, on_one_device
-from keras_strategy.backends.threads.patches import current_stateless_scope
-from keras_strategy.backends.threads.patches_sharded_update import ShardedUpdateScope
 from keras_strategy.core import context
 from keras_strategy.core.context import distributed_replica
+from keras_strategy.keras_patches.internals import current_stateless_scope, stored_value
 from keras_strategy.keras_patches.patch import (
     find_module,
     hook,
@@ -48,6 +47,7 @@ from keras_strategy.keras_patches.random import (
     keras_seeds,
     set_global_generator,
 )
+from keras_strategy.keras_patches.sharded_updates import ShardedUpdateScope
 from keras_strategy.training import ownership
 from keras_strategy.training.ownership import strategy_of_model, strategy_of_variable
 from keras_strategy.training.saving import overridden_value
@@ -88,13 +88,13 @@ def _state_sharding(original, distribution, self):
     # Keras compiles the step for the shardings that it finds before the step.
     if distribution.home is None:
         return original(self)
-    variables = [v for v in _all_variables(self) if keras_state.array_of(v) is not None]
-    arrays = keras_state.arrays_of(variables)
-    keras_state.set_arrays(variables, distribution.from_home(arrays))
+    variables = [v for v in _all_variables(self) if stored_value(v) is not None]
+    arrays = list(map(stored_value, variables))
+    internals.set_arrays(variables, distribution.from_home(arrays))
     try:
         return original(self)
     finally:
-        keras_state.set_arrays(variables, arrays)
+        internals.set_arrays(variables, arrays)
 
 
 jax_distribution_lib = find_module(
@@ -313,7 +313,7 @@ def _common_apply(original, replica, self, grads, trainable_variables=None):
     )
     updated = [*trainable, *self.variables]
     for variable, value in zip(updated, [*values, *states], strict=True):
-        keras_state.write(variable, value)
+        internals.write(variable, value)
 
 
 @hook(keras_seeds, "global_seed_generator", "()", when=current_distribution)
@@ -347,7 +347,7 @@ def _slot_sharding_distribution() -> Any:
 @multi_replica_only
 def _variable_sharding_distribution(variable: Any) -> Any:
     """Return the distribution of a variable that several workers shard."""
-    array = keras_state.array_of(variable)
+    array = stored_value(variable)
     if not isinstance(array, jax.Array) or isinstance(array, Tracer):
         return None
     if array.is_fully_addressable or array.is_fully_replicated:
@@ -445,4 +445,4 @@ def _apply_gradients(original, shards, self, grads, trainable_variables):
         original(self, grads, trainable_variables)
     for variable in scope.written.values():
         value = scope.get_current_value(variable)
-        keras_state.write(variable, shards.gather(value, dims[id(variable)]))
+        internals.write(variable, shards.gather(value, dims[id(variable)]))

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from keras import tree
 
-from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax import internals
 from keras_strategy.backends.jax.collectives import sum_replicas
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
 from keras_strategy.backends.jax.state import (
@@ -31,8 +31,6 @@ from keras_strategy.backends.threads.patches import (
     ReplicaScope,
     Settings,
     applied_settings,
-    current_stateless_scope,
-    no_stateless_scope,
 )
 from keras_strategy.backends.threads.pool import TurnScheduler
 from keras_strategy.backends.threads.replica import ThreadReplica
@@ -44,6 +42,11 @@ from keras_strategy.core.per_replica_attributes import (
 from keras_strategy.core.protocols import Replica, Strategy
 from keras_strategy.core.step_state import StepState
 from keras_strategy.core.variable_components import unwrap_variables
+from keras_strategy.keras_patches.internals import (
+    current_stateless_scope,
+    no_stateless_scope,
+    stored_value,
+)
 from keras_strategy.training.ownership import check_owner
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.row_weights import apply_row_weight
@@ -127,7 +130,7 @@ class JaxReplica(Replica):
             return self.shards.all_reduce(tensors)
         return jax.lax.psum(tensors, AXIS)
 
-    write: Any = staticmethod(keras_state.write)
+    write: Any = staticmethod(internals.write)
 
 
 @jax.custom_vjp
@@ -183,7 +186,7 @@ class TracedMergedScope(keras.StatelessScope):
 
 def _value_in(scope: Any, variable: Any) -> Any:
     value = None if scope is None else scope.get_current_value(variable)
-    return keras_state.array_of(variable) if value is None else value
+    return stored_value(variable) if value is None else value
 
 
 def component_of(variable: Any) -> Any:
@@ -199,7 +202,7 @@ def write_component(variable: Any, value: Any) -> None:
     if isinstance(scope, TracedMergedScope):
         scope.replica_scope.add_update((variable, value))
     else:
-        keras_state.write(variable, value)
+        internals.write(variable, value)
 
 
 class Traced(DistributedValues):
@@ -384,7 +387,7 @@ class EagerReplica(ThreadReplica):
         totals = self.exchange(self.step.reduction, tensors, combine)
         return [self.here(t) for t in totals]
 
-    write: Any = staticmethod(keras_state.write)
+    write: Any = staticmethod(internals.write)
 
 
 def _call_with_gradient(

@@ -14,8 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from keras import tree
 
-from keras_strategy.backends.jax import patches_state as keras_state
-from keras_strategy.backends.jax import state
+from keras_strategy.backends.jax import internals, state
 from keras_strategy.backends.jax.collectives import (
     LocalBatches,
     ShardedPerReplica,
@@ -50,7 +49,8 @@ from keras_strategy.core.per_replica_attributes import (
 from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import RowRange, StepState, row_ranges
 from keras_strategy.core.variable_components import unwrap_variables
-from keras_strategy.keras_patches.variables_optimizers import adopt, stored_dtype
+from keras_strategy.keras_patches.internals import stored_dtype, stored_value
+from keras_strategy.keras_patches.variables_optimizers import adopt
 from keras_strategy.training import ownership
 from keras_strategy.training.compile_cache import CompileCache, IdentityKey
 from keras_strategy.training.ownership import strategy_of_variable
@@ -268,11 +268,11 @@ class EagerRunner:
             written.update(scope.written)
         adopt(
             self._strategy,
-            [v for v in written.values() if not keras_state.is_global_seed(v)],
+            [v for v in written.values() if not internals.is_global_seed(v)],
         )
         for variable in written.values():
-            if keras_state.is_global_seed(variable):
-                keras_state.release(variable, scopes[0].get_current_value(variable))
+            if internals.is_global_seed(variable):
+                internals.release(variable, scopes[0].get_current_value(variable))
                 continue
             dtype = stored_dtype(variable)
             values = [
@@ -318,7 +318,7 @@ class Runner:
                     except _TRACE_ERRORS:
                         pass  # traced again after a JAX setting changed
                     except BaseException:
-                        keras_state.initialize_pending()
+                        internals.initialize_pending()
                         raise
         with scope():
             if compiled and not self._all_workers_agree(
@@ -430,12 +430,12 @@ class Runner:
                     return result
                 except NewVariables:
                     # Initialize the variables that the trace created.
-                    keras_state.initialize_pending()
+                    internals.initialize_pending()
                     ownership.broadcast_pending_values()
                     paths = [v.path for v in function.variables.values()]
                     adopt(self._strategy, function.assigned())
         except BaseException:
-            keras_state.initialize_pending()
+            internals.initialize_pending()
             raise
         raise ValueError(
             f"The function {fn!r} creates new variables every time it is called, such "
@@ -486,9 +486,9 @@ class Runner:
         # Under the lock from reading the variables to writing them: otherwise another
         # thread could read arrays that this program donates.
         seed = program.seed_index
-        if seed is not None and not keras_state.is_global_seed(program.written[seed]):
+        if seed is not None and not internals.is_global_seed(program.written[seed]):
             # `keras.utils.set_random_seed` has replaced it.
-            program.written[seed] = keras_state.ensure_global_seed()
+            program.written[seed] = internals.ensure_global_seed()
         written, local, read = self._variable_arrays(program)
         try:
             outputs, totals, values, local, aggregated = program.call(
@@ -507,10 +507,10 @@ class Runner:
         if self._distribution.home is None:
             state.set_program_outputs(program.written, values)
         else:
-            keras_state.set_arrays(program.written, self._distribution.to_home(values))
+            internals.set_arrays(program.written, self._distribution.to_home(values))
         if seed is not None:  # other strategies use it on their devices
             variable = program.written[seed]
-            keras_state.release(variable, keras_state.array_of(variable))
+            internals.release(variable, stored_value(variable))
         if local:
             state.set_replica_values(program.local, aggregated, local)
         return outputs, totals

@@ -24,10 +24,11 @@ import keras
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax import internals
 from keras_strategy.backends.jax.collectives import sum_fn
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 from keras_strategy.backends.threads.patches import unbuilt_variable_error
+from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.training.sharding import dimension_to_shard
 from keras_strategy.training.variable_sync import is_sync_on_read, split_assigned_value
 
@@ -72,7 +73,7 @@ def donatable_arrays(
     variables: Sequence[Any], distribution: ReplicaDistribution
 ) -> list[jax.Array]:
     """Return the arrays of distinct variables, for a program that may delete them."""
-    arrays = keras_state.arrays_of(variables)
+    arrays = list(map(stored_value, variables))
     # No function call per variable, here and below: there may be hundreds.
     for i, note in enumerate(_array_notes(variables)):
         array = arrays[i]
@@ -85,7 +86,7 @@ def readable_arrays(
     variables: Sequence[Any], distribution: ReplicaDistribution
 ) -> list[jax.Array]:
     """Return the arrays of variables that a program only reads."""
-    arrays = keras_state.arrays_of(variables)
+    arrays = list(map(stored_value, variables))
     for i, note in enumerate(_array_notes(variables)):
         array = arrays[i]
         if array is None or note.placed() is not array:
@@ -97,7 +98,7 @@ def readable_arrays(
 
 
 def set_program_outputs(variables: Sequence[Any], arrays: Sequence[jax.Array]) -> None:
-    keras_state.set_arrays(variables, arrays)
+    internals.set_arrays(variables, arrays)
     for note, array in zip(_array_notes(variables), arrays, strict=True):
         note.donatable = note.placed = weakref.ref(array)
 
@@ -111,7 +112,7 @@ def without_weak_type(array: Any) -> Any:
 
 
 def array_with_value(variable: Any) -> jax.Array:
-    array = keras_state.array_of(variable)
+    array = stored_value(variable)
     if array is None:
         raise RuntimeError(
             f"{unbuilt_variable_error(variable)} On JAX, Keras keeps the values of the "
@@ -130,7 +131,7 @@ def _placed(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
 
 def replica_values(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
     """Return the replicas' values, stacked along a leading replica dimension."""
-    value = keras_state.array_of(variable)
+    value = stored_value(variable)
     aggregated, stacked = vars(variable).get(_REPLICA_VALUES, (None, None))
     # A different array means that the variable was assigned outside of replicas.
     if aggregated is value and stacked.sharding == distribution.split:
@@ -144,7 +145,7 @@ def set_replica_values(
     variables: Sequence[Any], values: Sequence[jax.Array], stacked: Sequence[jax.Array]
 ) -> None:
     """Set the variables to aggregated values and record the replicas' values."""
-    keras_state.set_arrays(variables, values)
+    internals.set_arrays(variables, values)
     for variable, *pair in zip(variables, values, stacked, strict=True):
         vars(variable)[_REPLICA_VALUES] = tuple(pair)
 
@@ -165,7 +166,7 @@ def set_components(
     everywhere = distribution.everywhere
     array = distribution.global_array(tuple(variable.shape), everywhere, values)
     array = put(array, distribution.home or distribution.sharding_of(variable))
-    keras_state.set_arrays([variable], [array])
+    internals.set_arrays([variable], [array])
 
 
 def aggregate(variable: Any, value: Any) -> Any:
@@ -266,7 +267,7 @@ def assemble_locally(array: jax.Array) -> np.ndarray | None:
 
 def gather_variable(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
     """Gather a variable on every device, outside of programs."""
-    array = keras_state.array_of(variable)
+    array = stored_value(variable)
     if distribution.cluster is None:
         return put(array, distribution.everywhere)
     local = assemble_locally(array)
@@ -283,7 +284,7 @@ def read_components(
     if is_sync_on_read(variable):
         stacked = replica_values(variable, distribution)
         return tuple(x[0] for x in distribution.local_shards(stacked))
-    array = keras_state.array_of(variable)
+    array = stored_value(variable)
     if array.sharding.is_fully_replicated:
         array = put(array, distribution.everywhere)
     else:

@@ -18,12 +18,13 @@ from jax.core import Tracer
 from keras import ops, tree
 
 from keras_strategy.audit.policy import RowPolicy
-from keras_strategy.backends.jax import patches_state as keras_state
+from keras_strategy.backends.jax import internals
 from keras_strategy.backends.jax.collectives import LocalBatches, ShardedPerReplica
 from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
 from keras_strategy.backends.jax.patches_data import PartialBatchList
 from keras_strategy.core.context import cross_replica_scope, distributed_replica
 from keras_strategy.core.step_state import RowRange
+from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.options import RunOptions
 from keras_strategy.training import train_step as rules
@@ -212,7 +213,7 @@ class VirtualFunction:
         for variables, *pair in zip(groups, values, new_values, strict=True):
             for variable, before, after in zip(variables, *pair, strict=True):
                 if after is not before:
-                    keras_state.write(variable, after)
+                    internals.write(variable, after)
         return outputs
 
     def _require(self, condition: Any, message: str) -> None:
@@ -257,5 +258,5 @@ jax.tree_util.register_dataclass(_LocalBatch, ["data"], ["global_rows"])
 def on_one_device(variables: Sequence[Any]) -> AbstractContextManager[Any]:
     """Return a context in which operations with variables compute on one device."""
     # On all devices, XLA may compile them differently for other numbers of devices.
-    arrays = [array.addressable_data(0) for array in keras_state.arrays_of(variables)]
+    arrays = [stored_value(v).addressable_data(0) for v in variables]
     return keras.StatelessScope(state_mapping=list(zip(variables, arrays, strict=True)))

@@ -11,8 +11,8 @@ from keras_strategy.backends.tensorflow.connection import native_name
 from keras_strategy.backends.tensorflow.tensors import rows_of_tensor, slice_rows
 from keras_strategy.backends.tensorflow.training import TrainingStrategy
 from keras_strategy.core.protocols import AuditAdapter
+from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.random import global_generator, set_global_generator
-from keras_strategy.keras_patches.variables_optimizers import stored_value
 
 
 class Adapter(AuditAdapter):

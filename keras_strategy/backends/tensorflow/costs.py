@@ -5,8 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategy.backends.threads.patches_sharding import local_bytes as local_bytes
 from keras_strategy.core.protocols import PlannedStep
+from keras_strategy.keras_patches.sharded_slots import local_bytes as local_bytes
 
 
 def without_memory(fn: Callable[[], Any]) -> Any:

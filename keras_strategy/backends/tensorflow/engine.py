@@ -19,16 +19,15 @@ from keras_strategy.backends.tensorflow.connection import native_name
 from keras_strategy.backends.tensorflow.distributed_dataset import distribute
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 from keras_strategy.backends.tensorflow.random import DRAW_FUNCTIONS
-from keras_strategy.backends.threads import patches_sharded_update
-from keras_strategy.backends.threads import patches_sharding as slot_patches
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.context import DryRun
 from keras_strategy.core.protocols import Engine, Strategy
 from keras_strategy.core.step_state import map_rows
 from keras_strategy.data.distributed_dataset import DistributedDataset
 from keras_strategy.devices import canonical_device
+from keras_strategy.keras_patches import sharded_slots, sharded_updates
+from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.random import dry_running
-from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.options import InputOptions
 from keras_strategy.training.cross_device_ops import CrossDeviceOps
 from keras_strategy.training.random import EndOfDryRun
@@ -240,7 +239,7 @@ class TensorFlowEngine(Engine):
         return compute
 
     def patch_modules(self) -> Sequence[ModuleType]:
-        return [patches, patches_sharding, slot_patches, patches_sharded_update]
+        return [patches, patches_sharding, sharded_slots, sharded_updates]
 
     def random_state(self, seeded: bool = True) -> bytes | None:
         if context.global_seed() is None:

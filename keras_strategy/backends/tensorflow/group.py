@@ -35,7 +35,6 @@ from keras_strategy.backends.tensorflow.replica import (
     gather_shards,
     local_shard,
 )
-from keras_strategy.backends.threads.patches_sharding import shard_adopted_slot
 from keras_strategy.backends.threads.pool import propagate_interrupts
 from keras_strategy.core import context
 from keras_strategy.core.context import ReplicaContext
@@ -44,18 +43,19 @@ from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import RowRange, StepState, row_ranges
 from keras_strategy.core.variable_components import ComponentGroup
 from keras_strategy.devices import ReplicaTopology
+from keras_strategy.keras_patches.internals import (
+    byte_count,
+    initialize,
+    stored_dtype,
+    stored_value,
+)
 from keras_strategy.keras_patches.random import (
     dry_run_layer,
     global_generator,
     layer_draws,
     set_global_generator,
 )
-from keras_strategy.keras_patches.variables_optimizers import (
-    byte_count,
-    initialize,
-    stored_dtype,
-    stored_value,
-)
+from keras_strategy.keras_patches.sharded_slots import shard_adopted_slot
 from keras_strategy.options import RunOptions
 from keras_strategy.training import reduction, train_step, variable_sync
 from keras_strategy.training.compile_cache import CompileCache

@@ -37,6 +37,7 @@ from keras_strategy.keras_patches.data_adapters import (
     read_local_rows,
     synchronize,
 )
+from keras_strategy.keras_patches.internals import current_stateless_scope
 from keras_strategy.keras_patches.losses_metrics import step_metrics_result
 from keras_strategy.keras_patches.patch import (
     find_module,
@@ -62,9 +63,6 @@ from keras_strategy.training.train_step import count_rows
 from keras_strategy.training.variable_sync import is_sync_on_read, no_value_error
 
 keras_losses = find_module("scale_loss_for_distribution", "keras.src.losses.loss")
-in_stateless_scope = find_module(
-    "in_stateless_scope", "keras.src.backend.common.stateless_scope"
-).in_stateless_scope
 TFEpochIterator: Any = find_module(
     "TFEpochIterator", "keras.src.backend.tensorflow.trainer"
 ).TFEpochIterator
@@ -142,7 +140,8 @@ def _value(original, self):
     strategy = strategy_of_variable(self)
     if strategy is None:
         return original(self)
-    is_sharded = flat_shards_of(self) is not None and not in_stateless_scope()
+    is_stateful = current_stateless_scope() is None
+    is_sharded = is_stateful and flat_shards_of(self) is not None
     replica: Any = in_replica()
     if replica is not None:
         if self.aggregation == "sum":
@@ -151,7 +150,7 @@ def _value(original, self):
         if is_sharded:
             check_owner(running, self)
             return self._maybe_autocast(replica.full_value(self))
-        if strategy is not running and not in_stateless_scope():
+        if strategy is not running and is_stateful:
             if is_sync_on_read(self):
                 check_owner(running, self)
             elif replica.index >= len(strategy.extended.worker_devices):
@@ -171,7 +170,7 @@ def _value(original, self):
         value = group.full_value(self)
     elif value is None:
         is_first_only = self.aggregation == "only_first_replica"
-        if group.workers is None or not is_first_only or in_stateless_scope():
+        if group.workers is None or not is_first_only or not is_stateful:
             return original(self)
         part = sum_values(group.local_summands(self))
         value = group.workers.sum(f"the value of '{self.path}'", part)
@@ -454,7 +453,7 @@ def _assign_component(original, strategy, self, variable, value):
     is_conditional = replica is not None and replica.write_condition is not None
     is_variable = isinstance(variable, keras.Variable)
     is_sharded = is_variable and flat_shards_of(variable) is not None
-    if in_stateless_scope() or is_conditional or is_sharded:
+    if current_stateless_scope() is not None or is_conditional or is_sharded:
         if isinstance(value, tf.IndexedSlices):
             value = tf.convert_to_tensor(value)
         return getattr(_NeutralOptimizer, original.__name__)(self, variable, value)

@@ -13,17 +13,17 @@ from keras_strategy.backends.tensorflow.replica import (
     TensorFlowReplica,
     local_shard,
 )
-from keras_strategy.backends.threads.patches_sharded_update import (
-    ShardedUpdateScope,
-    current_update_scope,
-)
-from keras_strategy.backends.threads.patches_sharding import (
+from keras_strategy.core.context import distributed_replica
+from keras_strategy.keras_patches.internals import stored_value
+from keras_strategy.keras_patches.patch import hook, multi_replica_only
+from keras_strategy.keras_patches.sharded_slots import (
     apply_outside_replicas_error,
     optimizer_sharding_of,
 )
-from keras_strategy.core.context import distributed_replica
-from keras_strategy.keras_patches.patch import hook, multi_replica_only
-from keras_strategy.keras_patches.variables_optimizers import stored_value
+from keras_strategy.keras_patches.sharded_updates import (
+    ShardedUpdateScope,
+    current_update_scope,
+)
 from keras_strategy.training.sharding import FlatShards, flat_shards_of
 from keras_strategy.values import ReduceOp
 

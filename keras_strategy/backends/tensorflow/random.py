@@ -19,8 +19,8 @@ import keras
 import tensorflow as tf
 
 from keras_strategy.backends.tensorflow.collectives import TensorFlowWorkers
+from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.random import global_generator, set_global_generator
-from keras_strategy.keras_patches.variables_optimizers import stored_value
 
 # tf.random.Algorithm.PHILOX, which CPUs and GPUs choose.
 _PHILOX = 1

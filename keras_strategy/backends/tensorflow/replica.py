@@ -23,7 +23,7 @@ from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import ReplicaAttributes
 from keras_strategy.core.protocols import Replica
 from keras_strategy.core.step_state import StepState
-from keras_strategy.keras_patches.variables_optimizers import stored_value
+from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.training import row_weights
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.sharding import (

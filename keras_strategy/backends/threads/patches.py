@@ -17,10 +17,10 @@ from keras_strategy.core.per_replica_attributes import (
 )
 from keras_strategy.core.protocols import Replica
 from keras_strategy.devices import ReplicaTopology
+from keras_strategy.keras_patches.internals import current_stateless_scope, global_state
 from keras_strategy.keras_patches.patch import hook, multi_replica_only
 from keras_strategy.keras_patches.random import (
     global_generator,
-    global_state,
     keras_seeds,
     set_global_generator,
 )
@@ -76,17 +76,6 @@ def keep_global_seed_generator(generator: Any) -> None:
     """Set the global seed generator that replicas created, if this thread has none."""
     if global_generator() is None:
         set_global_generator(generator)
-
-
-@contextlib.contextmanager
-def no_stateless_scope() -> Iterator[None]:
-    """Let this thread create initialized variables."""
-    scope = global_state.get_global_attribute("stateless_scope")
-    global_state.set_global_attribute("stateless_scope", None)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("stateless_scope", scope)
 
 
 # --- reads and assignments of variables
@@ -150,11 +139,6 @@ def unbuilt_variable_error(variable: Any) -> RuntimeError:
         f"The variable '{variable.path}' is used before it has a value. "
         "Build the layer or model before it is used in `strategy.run`."
     )
-
-
-def current_stateless_scope() -> Any:
-    """Return the stateless scope that this thread is in, or None."""
-    return global_state.get_global_attribute("stateless_scope")
 
 
 @multi_replica_only

@@ -6,7 +6,6 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_strategy.backends.threads import patches
 from keras_strategy.backends.threads.patches import MergedScope, ReplicaScope
 from keras_strategy.backends.threads.pool import TurnScheduler
 from keras_strategy.core import context
@@ -18,6 +17,7 @@ from keras_strategy.core.per_replica_attributes import (
 from keras_strategy.core.protocols import Replica
 from keras_strategy.core.step_state import StepState
 from keras_strategy.devices import ReplicaTopology
+from keras_strategy.keras_patches.internals import no_stateless_scope
 from keras_strategy.training import ownership
 from keras_strategy.training.reduction import check_same_dtype
 from keras_strategy.training.variable_sync import local_summands
@@ -135,7 +135,7 @@ class ThreadReplica(Replica):
             set_on_all_replicas(),
             context.cross_replica_scope(self._strategy),
             self._strategy.extended.group.scope(),
-            patches.no_stateless_scope(),
+            no_stateless_scope(),
         ):
             result = fn()
             ownership.broadcast_pending_values()  # before the replicas continue

@@ -15,7 +15,7 @@ from keras_strategy.backends.torch.training import BatchFunction
 from keras_strategy.core.context import cross_replica_scope
 from keras_strategy.core.protocols import AuditAdapter
 from keras_strategy.core.registry import get_engine
-from keras_strategy.keras_patches.variables_optimizers import stored_value
+from keras_strategy.keras_patches.internals import stored_value
 
 
 class Adapter(AuditAdapter):

@@ -34,7 +34,7 @@ from keras_strategy.core.collectives import (
     check_nccl,
     operation_kind,
 )
-from keras_strategy.keras_patches.variables_optimizers import stored_value
+from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.options import CommunicationImplementation
 from keras_strategy.training.reduction import find_subtrees, sum_in_tree
 from keras_strategy.training.sharding import FlatShards

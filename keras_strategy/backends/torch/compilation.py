@@ -25,9 +25,9 @@ import keras
 import torch
 from keras import tree
 
-from keras_strategy.backends.threads.patches import current_stateless_scope
 from keras_strategy.core.context import distributed_replica, thread_state
 from keras_strategy.core.per_replica_attributes import current_turn
+from keras_strategy.keras_patches.internals import current_stateless_scope
 from keras_strategy.keras_patches.layers import all_layers, seed_generators
 from keras_strategy.keras_patches.losses_metrics import (
     compute_loss,

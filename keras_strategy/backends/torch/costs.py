@@ -13,14 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from keras_strategy.backends.threads import patches_sharding
 from keras_strategy.backends.torch import gradient_buckets
 from keras_strategy.backends.torch.collectives import TorchWorkers
 from keras_strategy.backends.torch.patches_optimizers import Adam
 from keras_strategy.backends.torch.sharding import attach_unit_shards
 from keras_strategy.backends.torch.state import Layout
 from keras_strategy.core.protocols import PlannedStep, TimeFractions
-from keras_strategy.keras_patches.variables_optimizers import stored_dtype
+from keras_strategy.keras_patches import sharded_slots
+from keras_strategy.keras_patches.internals import stored_dtype
 from keras_strategy.training.reduction import compute_and_comm_fractions
 
 
@@ -48,9 +48,9 @@ def without_memory(fn: Callable[[], Any]) -> Any:
 
 def local_bytes(step: PlannedStep) -> tuple[int, int]:
     if step.shard == "parameters":
-        by_weight = patches_sharding.sharding_by_weight(step)
+        by_weight = sharded_slots.sharding_by_weight(step)
         attach_unit_shards(step.weights, step.replicas, by_weight)
-    return patches_sharding.local_bytes(step)
+    return sharded_slots.local_bytes(step)
 
 
 def measure_step(step: PlannedStep) -> int | str:

@@ -15,7 +15,6 @@ import torch
 from keras import tree
 
 from keras_strategy.backends.threads import patches as thread_patches
-from keras_strategy.backends.threads import patches_sharded_update, patches_sharding
 from keras_strategy.backends.torch import (
     collectives,
     patches,
@@ -29,6 +28,7 @@ from keras_strategy.core.context import DryRun
 from keras_strategy.core.protocols import Engine
 from keras_strategy.core.step_state import map_rows
 from keras_strategy.devices import canonical_device
+from keras_strategy.keras_patches import sharded_slots, sharded_updates
 from keras_strategy.keras_patches.random import dry_running
 from keras_strategy.values import DistributedValues, raise_not_a_tensor
 
@@ -179,8 +179,8 @@ class TorchEngine(Engine):
             patches,
             patches_compiled,
             patches_optimizers,
-            patches_sharding,
-            patches_sharded_update,
+            sharded_slots,
+            sharded_updates,
         ]
 
     def create_group(

@@ -13,7 +13,6 @@ import torch
 
 from keras_strategy.backends.single import arrays_to_tensors
 from keras_strategy.backends.threads import patches as thread_patches
-from keras_strategy.backends.threads.patches_sharding import shard_adopted_slot
 from keras_strategy.backends.threads.pool import (
     KerasStep,
     ReplicaThreads,
@@ -34,8 +33,13 @@ from keras_strategy.core.per_replica_attributes import GroupAttributes
 from keras_strategy.core.step_state import BatchRows
 from keras_strategy.core.variable_components import ComponentGroup
 from keras_strategy.devices import ReplicaTopology
+from keras_strategy.keras_patches.internals import (
+    byte_count,
+    current_stateless_scope,
+    stored_value,
+)
+from keras_strategy.keras_patches.sharded_slots import shard_adopted_slot
 from keras_strategy.keras_patches.trainer import BATCH_LOGS, BatchLogs
-from keras_strategy.keras_patches.variables_optimizers import byte_count, stored_value
 from keras_strategy.training import ownership, reduction
 from keras_strategy.training.sharding import FlatShards
 from keras_strategy.training.train_step import find_batch_rows
@@ -120,7 +124,7 @@ class TorchGroup(ComponentGroup):
             logs.pop(kind, None)
 
     def components(self, variable: Any) -> tuple[torch.Tensor, ...]:
-        scope = thread_patches.current_stateless_scope()
+        scope = current_stateless_scope()
         components = state.get_or_create_components(variable, self.layout)
         if isinstance(scope, thread_patches.MergedScope):
             tensors = scope.components(variable)
@@ -172,7 +176,7 @@ class TorchGroup(ComponentGroup):
         state.ShardedComponents(variable, self.layout, shares)
 
     def assign_components(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
-        scope = thread_patches.current_stateless_scope()
+        scope = current_stateless_scope()
         if isinstance(scope, thread_patches.MergedScope):
             scope.assign_components(variable, values)
         else:

@@ -14,10 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from keras_strategy.backends.threads.patches import (
-    current_stateless_scope,
-    global_state,
-)
 from keras_strategy.backends.torch import state
 from keras_strategy.backends.torch.collectives import initialized_workers
 from keras_strategy.backends.torch.replica import (
@@ -34,6 +30,11 @@ from keras_strategy.backends.torch.training import BatchFunction
 from keras_strategy.core.context import distributed_replica, thread_state
 from keras_strategy.data.indexed_dataset import LoaderRowReader
 from keras_strategy.keras_patches import data_adapters
+from keras_strategy.keras_patches.internals import (
+    current_stateless_scope,
+    global_state,
+    stored_value,
+)
 from keras_strategy.keras_patches.losses_metrics import step_metrics_result
 from keras_strategy.keras_patches.patch import (
     find_module,
@@ -47,7 +48,6 @@ from keras_strategy.keras_patches.patch import (
     multi_replica_only,
 )
 from keras_strategy.keras_patches.random import draws_for_local_rows, draws_from_seed
-from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.options import GLOBAL
 from keras_strategy.training import ownership
 from keras_strategy.training.ownership import strategy_of_model

@@ -12,18 +12,7 @@ import keras
 import torch
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
-from keras_strategy.backends.threads.patches import (
-    current_stateless_scope,
-    current_thread_replica,
-)
-from keras_strategy.backends.threads.patches_sharded_update import (
-    ShardedUpdateScope,
-    current_update_scope,
-)
-from keras_strategy.backends.threads.patches_sharding import (
-    apply_outside_replicas_error,
-    get_or_create_sharding,
-)
+from keras_strategy.backends.threads.patches import current_thread_replica
 from keras_strategy.backends.torch import state
 from keras_strategy.backends.torch.gradient_buckets import (
     MAX_BUCKET_BYTES,
@@ -31,12 +20,21 @@ from keras_strategy.backends.torch.gradient_buckets import (
 )
 from keras_strategy.backends.torch.replica import TorchReplica
 from keras_strategy.backends.torch.sharding import UNIT_BYTES, WeightUnits, unit_of
+from keras_strategy.keras_patches.internals import current_stateless_scope
 from keras_strategy.keras_patches.patch import (
     find_module,
     hook,
     in_distributed_scope,
     in_replica,
     multi_replica_only,
+)
+from keras_strategy.keras_patches.sharded_slots import (
+    apply_outside_replicas_error,
+    get_or_create_sharding,
+)
+from keras_strategy.keras_patches.sharded_updates import (
+    ShardedUpdateScope,
+    current_update_scope,
 )
 from keras_strategy.training.sharding import OPTIMIZER_SHARDING, FlatShards
 from keras_strategy.values import ReduceOp

@@ -16,7 +16,6 @@ import torch
 
 from keras_strategy.backends.threads.patches import (
     WritesInPlace,
-    current_stateless_scope,
     current_thread_replica,
     unbuilt_variable_error,
 )
@@ -40,9 +39,9 @@ from keras_strategy.core.per_replica_attributes import (
     set_on_all_replicas,
 )
 from keras_strategy.core.step_state import BatchRows, active_recorder, row_ranges
+from keras_strategy.keras_patches.internals import current_stateless_scope, stored_value
 from keras_strategy.keras_patches.patch import multi_replica_only
 from keras_strategy.keras_patches.random import dry_run_layer, layer_draws
-from keras_strategy.keras_patches.variables_optimizers import stored_value
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.sharding import OPTIMIZER_SHARDING, gradient_shards
 from keras_strategy.training.variable_sync import average_statistics

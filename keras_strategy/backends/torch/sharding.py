@@ -26,12 +26,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from keras_strategy.backends.threads.patches import (
-    MergedScope,
-    current_stateless_scope,
-    current_thread_replica,
-    global_state,
-)
+from keras_strategy.backends.threads.patches import MergedScope, current_thread_replica
 from keras_strategy.backends.torch.gradient_buckets import FlatBufferPool
 from keras_strategy.backends.torch.state import (
     COMPONENTS,
@@ -44,7 +39,13 @@ from keras_strategy.backends.torch.state import (
     stand_in,
 )
 from keras_strategy.errors import MirrorError
-from keras_strategy.keras_patches.variables_optimizers import is_autocast, stored_value
+from keras_strategy.keras_patches.internals import (
+    current_stateless_scope,
+    global_state,
+    is_autocast,
+    is_in_layer,
+    stored_value,
+)
 from keras_strategy.training.saving import overridden_value
 from keras_strategy.training.sharding import (
     FlatShards,
@@ -158,7 +159,7 @@ class WeightComponents(ShardedComponents):
         override = overridden_value(variable)
         if override is not None:
             return keras.ops.convert_to_tensor(override)
-        if global_state.get_global_attribute("current_call_ctx") is None:
+        if not is_in_layer():
             return UngatheredWeight(self)
         cast, dtype = global_state.get_global_attribute("autocast_scope"), None
         if cast is not None and cast.dtype is not None and is_autocast(variable):

@@ -23,7 +23,6 @@ import torch
 from keras_strategy.backends.threads.patches import (
     MergedScope,
     ReplicaScope,
-    current_stateless_scope,
     current_thread_replica,
     unbuilt_variable_error,
 )
@@ -32,7 +31,11 @@ from keras_strategy.backends.torch.gradient_buckets import scale_in_place
 from keras_strategy.core import context
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.errors import MirrorError
-from keras_strategy.keras_patches.variables_optimizers import initialize, stored_value
+from keras_strategy.keras_patches.internals import (
+    current_stateless_scope,
+    initialize,
+    stored_value,
+)
 from keras_strategy.training import ownership
 from keras_strategy.training.reduction import sum_in_tree
 from keras_strategy.training.saving import overridden_value

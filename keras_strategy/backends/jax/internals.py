@@ -1,4 +1,4 @@
-"""Access to private state of Keras on JAX. Nothing is patched here."""
+"""Access to private state of Keras on JAX, without patches."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,14 +6,9 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategy.backends.threads.patches import current_stateless_scope
-from keras_strategy.keras_patches.patch import find_module, keras_changed_error
+from keras_strategy.keras_patches.internals import current_stateless_scope
+from keras_strategy.keras_patches.patch import keras_changed_error
 from keras_strategy.keras_patches.random import global_generator, keras_seeds
-from keras_strategy.keras_patches.variables_optimizers import stored_value
-
-is_symbolic = find_module(
-    "in_symbolic_scope", "keras.src.backend.common.symbolic_scope"
-).in_symbolic_scope
 
 
 def synchronize_state(model: keras.Model) -> None:
@@ -41,13 +36,6 @@ def write(variable: Any, value: Any) -> None:
         variable._direct_assign(value)
     else:
         scope.add_update((variable, value))
-
-
-array_of = stored_value
-
-
-def arrays_of(variables: Iterable[Any]) -> list[Any]:
-    return list(map(array_of, variables))
 
 
 def set_arrays(variables: Iterable[Any], arrays: Iterable[Any]) -> None:

@@ -9,12 +9,12 @@ import numpy as np
 from keras.optimizers import Optimizer
 
 from keras_strategy.core.protocols import PlannedStep
+from keras_strategy.keras_patches.internals import byte_count
 from keras_strategy.keras_patches.patch import (
     hook,
     in_distributed_scope,
     multi_replica_only,
 )
-from keras_strategy.keras_patches.variables_optimizers import byte_count
 from keras_strategy.training.sharding import (
     OPTIMIZER_SHARDING,
     FlatShards,

@@ -8,11 +8,8 @@ import keras
 from keras import ops
 from keras.optimizers import Optimizer
 
-from keras_strategy.keras_patches.patch import find_module, hook, multi_replica_only
-
-get_stateless_scope = find_module(
-    "get_stateless_scope", "keras.src.backend.common.stateless_scope"
-).get_stateless_scope
+from keras_strategy.keras_patches.internals import current_stateless_scope
+from keras_strategy.keras_patches.patch import hook, multi_replica_only
 
 
 class ShardedUpdateScope(keras.StatelessScope):
@@ -67,7 +64,7 @@ class ShardedUpdateScope(keras.StatelessScope):
 @multi_replica_only
 def current_update_scope(optimizer: Any) -> ShardedUpdateScope | None:
     """Return the scope in which an optimizer updates shards, if it does."""
-    scope = get_stateless_scope()
+    scope = current_stateless_scope()
     return scope if isinstance(scope, ShardedUpdateScope) else None
 
 
