@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
+import io
 import operator
 import os
 import pathlib
@@ -13,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -225,7 +228,9 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
         call = b""
         if callable(target):
             try:
-                call = cloudpickle.dumps((_portable(target), args, kwargs))
+                file = io.BytesIO()
+                _Pickler(file).dump((_portable(target), args, kwargs))
+                call = file.getvalue()
             except Exception as error:
                 raise ValueError(
                     "Expected a function, arguments and enclosed values that can be "
@@ -380,6 +385,16 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
         if self._folder is None:
             raise RuntimeError("No workers were started, or they were closed.")
         return os.path.join(self._folder.name, name)
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        # cloudpickle 3.1.3 drops the name of the file, whose lines a traceback shows.
+        if isinstance(obj, types.CodeType) and obj.co_filename:
+            name = obj.co_filename
+            restore = functools.partial(types.CodeType.replace, co_filename=name)
+            return restore, (obj.replace(co_filename=""),)
+        return super().reducer_override(obj)
 
 
 def _portable(function: Callable[..., Any]) -> Any:

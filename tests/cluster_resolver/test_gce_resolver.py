@@ -1,12 +1,15 @@
 import json
 import traceback
 
-import httplib2
 import pytest
-from google.auth.credentials import AnonymousCredentials
-from googleapiclient import discovery
 
 from keras_strategy.cluster_resolver import GCEClusterResolver
+
+httplib2 = pytest.importorskip("httplib2")
+discovery = pytest.importorskip("googleapiclient.discovery")
+AnonymousCredentials = pytest.importorskip(
+    "google.auth.credentials"
+).AnonymousCredentials
 
 GROUP = "/projects/p/zones/z/instanceGroups/g/listInstances"
 

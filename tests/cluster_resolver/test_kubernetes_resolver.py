@@ -5,9 +5,6 @@ import traceback
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-import trustme
-from kubernetes import client
-from kubernetes.config import incluster_config
 
 from keras_strategy.cluster_resolver import (
     KubernetesClusterResolver,
@@ -15,6 +12,10 @@ from keras_strategy.cluster_resolver import (
     detect,
 )
 from keras_strategy.cluster_resolver import kubernetes as module
+
+trustme = pytest.importorskip("trustme")
+client = pytest.importorskip("kubernetes.client")
+incluster_config = pytest.importorskip("kubernetes.config.incluster_config")
 
 PODS = "/api/v1/pods"
 TOKEN = "eyJhbGciOiJSUzI1NiJ9.SECRET"

@@ -4,14 +4,17 @@ import socket
 import ssl
 import traceback
 
-import httplib2
 import pytest
-import trustme
-from google.auth.credentials import AnonymousCredentials
-from google.oauth2.credentials import Credentials
-from googleapiclient import discovery
 
 from keras_strategy.cluster_resolver import TPUClusterResolver, google_api
+
+httplib2 = pytest.importorskip("httplib2")
+trustme = pytest.importorskip("trustme")
+discovery = pytest.importorskip("googleapiclient.discovery")
+AnonymousCredentials = pytest.importorskip(
+    "google.auth.credentials"
+).AnonymousCredentials
+Credentials = pytest.importorskip("google.oauth2.credentials").Credentials
 
 NODE = "/v1/projects/my-project/locations/us-central1-b/nodes/my-tpu"
 ATTRIBUTES = "/computeMetadata/v1/instance/attributes"

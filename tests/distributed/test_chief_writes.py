@@ -94,7 +94,7 @@ def test_workers_stop_together(written):
 
 def test_write_error_of_chief_reaches_all_workers(written):
     chief, other = written[1]["nowhere"]
-    for name in ("save", "save_weights", "export"):
+    for name in ("save", "save_weights", *["export"] * jobs.HAS_TENSORFLOW):
         assert chief[name].startswith(("NotADirectoryError", "FileExistsError"))
         said = f"WorkerFailedError: worker 0 failed in `{name}` to"
         assert other[name].startswith(said)

@@ -1,5 +1,7 @@
 """Workers that train something else, or hold other values, are told so."""
 
+import pytest
+
 from keras_strategy.testing import WorkerRunner
 from tests.distributed import jobs
 
@@ -36,6 +38,7 @@ ALIKE = {
 
 
 def test_differing_fit_arguments_are_reported(two_workers):
+    pytest.importorskip("pandas")
     for result in two_workers.run(jobs.fits_that_differ):
         assert result.keys() == ALIKE.keys()
         for case, said in result.items():

@@ -1,5 +1,7 @@
 """Workers that read datasets of their own in a loop of their own."""
 
+import importlib.util
+
 import keras
 import numpy as np
 import pytest
@@ -14,16 +16,21 @@ def results(in_turns, tmp_path_factory):
     for name in range(3):
         numbers = range(10 * name, 10 * name + 5)
         (folder / f"{name}.txt").write_text("".join(f"{i}\n" for i in numbers))
-    return in_turns(
-        shared=(jobs.inputs_of_many_kinds, {}),
-        own=(jobs.datasets_of_their_own, {}),
-        failing=(jobs.sources_that_fail, {}),
-        loaders=(input_jobs.loaders, {}),
-        policies=(input_jobs.policies, {"folder": str(folder)}),
-    )[0]
+    calls = {
+        "own": (jobs.datasets_of_their_own, {}),
+        "failing": (jobs.sources_that_fail, {}),
+    }
+    if importlib.util.find_spec("torch"):
+        calls["loaders"] = input_jobs.loaders, {}
+        if importlib.util.find_spec("tensorflow"):
+            calls["shared"] = jobs.inputs_of_many_kinds, {}
+            calls["policies"] = input_jobs.policies, {"folder": str(folder)}
+    return in_turns(**calls)[0]
 
 
 def test_shared_datasets_are_split(results):
+    pytest.importorskip("tensorflow")
+    pytest.importorskip("torch")
     results = results["shared"]
     expected = jobs.inputs_of_many_kinds(alone=True)
     for result in results:
@@ -52,6 +59,7 @@ def test_read_error_of_one_worker_reaches_all(results):
 
 def test_worker_reads_local_rows_of_loader(results):
     """29 rows by 8, whose last 5 are 3 and 2; each computes all of these on JAX."""
+    pytest.importorskip("torch")
     alone = input_jobs.loaders(alone=True)["results"]
     results = results["loaders"]
     last = (5, 5) if keras.backend.backend() == "jax" else (3, 2)
@@ -74,6 +82,8 @@ def test_worker_reads_local_rows_of_loader(results):
 
 def test_auto_shard_policies(results):
     """Of three files of 5 rows, in batches of 4, the first worker has two."""
+    pytest.importorskip("tensorflow")
+    pytest.importorskip("torch")
     first, second = results["policies"]
     for kind in ("file", "options"):
         # A global batch has the rows of both, which divide them anew in a loop.

@@ -1,10 +1,21 @@
 """What is recognised as a worker's own rows, and what is said of the rest."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 
 from tests.distributed import user_data_jobs as jobs
 from tests.distributed.test_training import equal
+
+HAS_TENSORFLOW, HAS_TORCH, HAS_GRAIN = [
+    importlib.util.find_spec(name) is not None
+    for name in ("tensorflow", "torch", "grain")
+]
+needs_libraries = pytest.mark.skipif(
+    not (HAS_TENSORFLOW and HAS_TORCH), reason="reads what TensorFlow and torch share"
+)
+needs_grain = pytest.mark.skipif(not HAS_GRAIN, reason="reads with grain")
 
 
 @pytest.fixture(scope="module")
@@ -12,13 +23,16 @@ def results(in_turns, tmp_path_factory):
     """What each of two workers returns."""
     folder = tmp_path_factory.mktemp("files")
     jobs.write_files(folder)
-    return in_turns(
-        shared=(jobs.what_others_share, {"folder": str(folder)}),
-        ended=(jobs.until_the_first_ends, {}),
-        said=(jobs.what_is_said, {}),
-    )[0]
+    calls = {"ended": (jobs.until_the_first_ends, {})}
+    if HAS_TENSORFLOW and HAS_TORCH:
+        calls["said"] = jobs.what_is_said, {}
+        if HAS_GRAIN:
+            calls["shared"] = jobs.what_others_share, {"folder": str(folder)}
+    return in_turns(**calls)[0]
 
 
+@needs_grain
+@needs_libraries
 def test_fit_with_users_data_kinds(results):
     expected = jobs.what_others_share(alone=True)
     for rank, result in enumerate(results["shared"]):
@@ -35,6 +49,7 @@ def test_training_ends_with_first_exhausted_worker(results):
         assert equal(result, expected, 2e-5)
 
 
+@needs_libraries
 def test_shared_data_is_reported(results):
     chief, other = results["said"]
     errors = ("wrong", "part", "shuffled")

@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from sklearn.datasets import load_digits
+import pytest
 
 from tests.equality.compare import LOGS, WEIGHTS, largest, scope, train
 
@@ -149,7 +149,7 @@ def folder() -> Iterator[Path]:
 
 def digits(rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Images of 8 x 8 pixels, and the number that each shows."""
-    found = load_digits()
+    found = pytest.importorskip("sklearn.datasets").load_digits()
     images = (found.images[:rows, ..., np.newaxis] / 16).astype("float32")
     return images, found.target[:rows].astype("int32")
 

@@ -1,6 +1,7 @@
 """Programs that others wrote come to the same on several replicas as on one device."""
 
 import functools
+import importlib.util
 
 import pytest
 
@@ -18,14 +19,10 @@ from tests.ports import (
     keras_io_steps,
     keras_io_supervised,
     parameter_servers,
-    tf_distribute,
-    tf_distribute_programs,
 )
 from tests.ports.port import BACKEND, TOLERANCES, Port, differences
 
-FILES = (
-    tf_distribute,
-    tf_distribute_programs,
+FILES = [
     parameter_servers,
     keras_io_layers,
     keras_io_steps,
@@ -37,7 +34,11 @@ FILES = (
     keras_hub_models,
     clients,
     data,
-)
+]
+if importlib.util.find_spec("tensorflow"):
+    from tests.ports import tf_distribute, tf_distribute_programs
+
+    FILES += tf_distribute, tf_distribute_programs
 PORTS = {
     value.name: value
     for file in FILES

@@ -239,6 +239,42 @@ def test_communication_in_a_condition_is_refused():
 
 
 @on_jax
+@pytest.mark.parametrize(
+    ("name", "renamed"),
+    [("all_gather", "tiled"), ("reduce_scatter", "axis_size"), ("scan", "reverse")],
+)
+def test_renamed_parameters_of_a_primitive_are_reported(name, renamed, monkeypatch):
+    import jax
+
+    from keras_strategy.backends.jax.distribution import AXIS
+
+    def body(x):
+        if name == "reduce_scatter":
+            return jax.lax.psum_scatter(x, AXIS, tiled=True)
+        if name == "all_gather":
+            return jax.lax.all_gather(x, AXIS)
+        return jax.lax.scan(lambda c, x: (c, jax.lax.psum(x, AXIS)), 0, x)
+
+    def make_jaxpr(function, **options):
+        def traced(*args):
+            made = make(function, **options)(*args)
+            # A gather is bound again before its parameters are read.
+            is_first = isinstance(made, tuple)
+            if is_first != (name == "all_gather"):
+                for equation in (made[0] if is_first else made).jaxpr.eqns:
+                    if equation.primitive.name == name:
+                        equation.params["new"] = equation.params.pop(renamed)
+            return made
+
+        return traced
+
+    make = jax.make_jaxpr
+    monkeypatch.setattr(jax, "make_jaxpr", make_jaxpr)
+    with pytest.raises(ValueError, match=rf"\['{renamed}'\] of JAX's `{name}`.*'new'"):
+        virtual(2).run(lambda: body(jax.numpy.ones(6)))
+
+
+@on_jax
 def test_step_overwrites_variables():
     from keras_strategy.keras_patches.internals import stored_value
 

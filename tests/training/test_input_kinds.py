@@ -50,20 +50,20 @@ class Rows(keras.utils.PyDataset):
 
 
 def tf_data(*arrays):
-    import tensorflow as tf
+    tf = pytest.importorskip("tensorflow")
 
     return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH)
 
 
 def loader(*arrays):
-    import torch
+    torch = pytest.importorskip("torch")
 
     data = torch.utils.data.TensorDataset(*map(torch.tensor, arrays))
     return torch.utils.data.DataLoader(data, batch_size=BATCH)
 
 
 def iterable_loader(*arrays):
-    import torch
+    torch = pytest.importorskip("torch")
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -73,7 +73,7 @@ def iterable_loader(*arrays):
 
 
 def shuffled_loader(*arrays):
-    import torch
+    torch = pytest.importorskip("torch")
 
     data = torch.utils.data.TensorDataset(*map(torch.tensor, arrays))
     torch.manual_seed(5)
@@ -81,7 +81,7 @@ def shuffled_loader(*arrays):
 
 
 def grain_data(*arrays):
-    import grain
+    grain = pytest.importorskip("grain")
 
     rows = list(zip(*arrays, strict=True))
     return grain.MapDataset.source(rows).batch(BATCH, drop_remainder=False)
@@ -152,7 +152,7 @@ class Endless(Rows):
 
 
 def endless_loader(*arrays):
-    import torch
+    torch = pytest.importorskip("torch")
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):

@@ -114,7 +114,8 @@ def exported(model, folder):
         # Keras exports a program that takes one row there.
         rows = [program(row[None]) for row in torch.from_numpy(X)]
         return torch.cat(rows).detach().numpy()
-    import tensorflow as tf  # what Keras writes a SavedModel with, also on JAX
+    # Keras writes a SavedModel with it, also on JAX.
+    tf = pytest.importorskip("tensorflow")
 
     model.export(folder / "model", format="tf_saved_model", verbose=False)
     artifact = tf.saved_model.load(folder / "model")

@@ -395,16 +395,15 @@ class Operand(NamedTuple):
 
 
 def _describe_operands(collectives: Sequence[JaxprEqn]) -> list[Operand]:
-    return [
-        Operand(
-            equation.primitive.name,
-            *_shape_and_dtype(atom),
-            equation.params.get("all_gather_dimension"),
-            equation.params.get("tiled"),
-        )
-        for equation in collectives
-        for atom in equation.invars
-    ]
+    described = []
+    for equation in collectives:
+        name, layout = equation.primitive.name, [None, None]
+        if name == "all_gather":
+            layout = _params(equation, "all_gather_dimension", "tiled")
+        described += [
+            Operand(name, *_shape_and_dtype(x), *layout) for x in equation.invars
+        ]
+    return described
 
 
 def _shape_and_dtype(atom: Any) -> tuple[Any, Any]:
@@ -615,12 +614,14 @@ def _inline_equation(
         return [index]
     if name == "reduce_scatter":  # the gradient of a gather
         total = jax.lax.psum(operands[0], AXIS)
-        dim = params["scatter_dimension"]
-        rows = total.shape[dim] // params["axis_size"]
+        dim, size, is_tiled = _params(
+            equation, "scatter_dimension", "axis_size", "tiled"
+        )
+        rows = total.shape[dim] // size
         part = jax.lax.dynamic_slice_in_dim(total, index * rows, rows, dim)
-        return [part if params["tiled"] else jnp.squeeze(part, dim)]
+        return [part if is_tiled else jnp.squeeze(part, dim)]
     if any(map(_communicates, _functions_of(equation))):
-        if name == "scan" and params["length"]:
+        if name == "scan" and _params(equation, "length")[0]:
             return _unroll(equation, operands, index)
         function = params.get(_CALLS.get(name, ""))
         if function is None:
@@ -650,8 +651,7 @@ def _inline_equation(
 
 def _unroll(equation: JaxprEqn, operands: Sequence[Any], index: Any) -> Sequence[Any]:
     """Inline each iteration of a scan."""
-    params, length = equation.params, equation.params["length"]
-    closed = params["jaxpr"]
+    length, closed, is_reverse = _params(equation, "length", "jaxpr", "reverse")
 
     def count_whole(outer: Sequence[Any], inner: Sequence[Any]) -> int:
         """Return the number of values that an iteration does not slice."""
@@ -663,12 +663,25 @@ def _unroll(equation: JaxprEqn, operands: Sequence[Any], index: Any) -> Sequence
     first = stop - count_whole(equation.outvars, closed.jaxpr.outvars)
     consts, carry, arrays = operands[:first], operands[first:stop], operands[stop:]
     outputs: list[Sequence[Any]] = [()] * length
-    for i in reversed(range(length)) if params["reverse"] else range(length):
+    for i in reversed(range(length)) if is_reverse else range(length):
         slices = [array[i] for array in arrays]
         args = [*consts, *carry, *slices]
         results = list(_inline(closed.jaxpr, closed.consts, args, index))
         carry, outputs[i] = results[: len(carry)], results[len(carry) :]
     return [*carry, *map(jnp.stack, zip(*outputs, strict=True))]
+
+
+def _params(equation: JaxprEqn, *names: str) -> list[Any]:
+    """Return parameters of a primitive, which other versions of JAX may rename."""
+    name, params = equation.primitive.name, equation.params
+    missing = [key for key in names if key not in params]
+    if missing:
+        raise ValueError(
+            f"`virtual_replicas` expected the parameters {missing} of JAX's `{name}`. "
+            f"Received: {sorted(params)}. Install a version of JAX that keras_strategy "
+            f"supports, not {jax.__version__}."
+        )
+    return [params[key] for key in names]
 
 
 def _function(
