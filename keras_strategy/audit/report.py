@@ -8,9 +8,10 @@ from typing import Any
 GATHER = "`ks.get_replica_context().all_gather(x, axis=0)`"
 
 _ROW_DEPENDENCE = (
-    "its result for a row depends on the other rows of the batch, or on their number. "
-    "Each replica computes it from its local rows. To use all rows, gather them: "
-    f"{GATHER}."
+    "its result for a row depends on the other rows of the batch, on their number, or "
+    "on random numbers that Keras's seeds do not decide. Each replica computes it from "
+    f"its local rows. To use all rows, gather them: {GATHER}. Draw with `keras.random` "
+    "and a `keras.random.SeedGenerator`."
 )
 _ADVICE = {
     "call": _ROW_DEPENDENCE,
@@ -19,11 +20,6 @@ _ADVICE = {
         "of a batch. Each replica computes it from its local rows, and the mean of "
         "these is used. Divide a sum by the number of rows, `ops.shape(x)[0]`. To "
         f"compare all rows, gather them: {GATHER}."
-    ),
-    "random": (
-        "it draws random numbers that Keras's seeds do not decide, so each replica "
-        "draws others than one device. Draw with `keras.random` and a "
-        "`keras.random.SeedGenerator`."
     ),
     "gradient": (
         "they are not means over the rows of a batch: each replica computes them from "
@@ -91,8 +87,8 @@ class AuditReport:
         values: All compared values, as `ComparedValue`.
         place: What differs first: a layer, operation, loss, optimizer, metric or
             method, in words; "" if nothing does, or if it was not found.
-        cause: `"call"`, `"loss"`, `"random"`, `"gradient"`, `"gradient in run"`,
-            `"metric"`, `"state"`, `"log"` or `"prediction"`; "" if nothing differs.
+        cause: `"call"`, `"loss"`, `"gradient"`, `"gradient in run"`, `"metric"`,
+            `"state"`, `"log"` or `"prediction"`; "" if nothing differs.
         failure: The error of a step that failed, on a replica's rows or on one device;
             "" if none did.
 

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -284,10 +283,6 @@ class StepAudit:
             else:
                 report.place, report.cause = callee, "call"
                 report.part = call.callee
-        reseeded = self._run_reseeded() if self._agree(call is not None) else None
-        if call is not None:
-            if reseeded and _draws_by_itself(call, device, reseeded):
-                report.cause = "random"
             return
         kinds = {value.kind for value in report.values if value.differs}
         kind = next((k for k in _ORDER if k in kinds), None)
@@ -320,20 +315,6 @@ class StepAudit:
         found = [x for x in names if not is_keras(getattr(type(self._model), x))]
         return self._method(found[0]) if found else ""
 
-    def _run_reseeded(self) -> "_Result | None":
-        """Run one device's step with other seeds of the process's generators."""
-
-        def reseeded():
-            random.seed(12345)
-            np.random.seed(12345)
-            get_engine().audit.seed(12345)
-            return self._on_device()
-
-        try:
-            return self._run(reseeded, records_calls=True)
-        except Exception:
-            return None
-
 
 class _Result(NamedTuple):
     """Results of a step."""
@@ -343,21 +324,6 @@ class _Result(NamedTuple):
     state: list[Any]
     differing: list[Any]  # mirrored variables whose components differ
     plain: Sequence[tuple[str, Any]] = ()  # values that it left in Python objects
-
-
-def _draws_by_itself(call: Any, device: _Result, reseeded: _Result) -> bool:
-    """Return True if a call's result changes with the process's generators."""
-    results = [
-        [c.outputs for c in x.recorder.sides[-1].calls if c.callee is call.callee]
-        for x in (device, reseeded)
-    ]
-    return any(
-        a is not None
-        and b is not None
-        and comparison.difference(a, b) > comparison.TOLERANCES["output"]
-        for outputs in zip(*results, strict=False)
-        for a, b in zip(*outputs, strict=False)
-    )
 
 
 def _tolerate_half(values: list[ComparedValue]) -> list[ComparedValue]:

@@ -67,8 +67,7 @@ that a model predicts from 1 and 2."""
 _SCALING_EXAMPLES = """\
 examples:
   keras-strategy scaling examples/multi_worker.py
-  keras-strategy scaling --workers 1,2,8 --png scaling.png train.py --epochs 3"""
-_PNG = "also draw a chart; needs the extra keras-strategy[plot]"
+  keras-strategy scaling --workers 1,2,8 train.py --epochs 3"""
 _PORT = """\
 Prints which names of a program change from tf.distribute to this package, as a diff,
 and on the standard error what to change by hand. It does not change the file."""
@@ -260,7 +259,6 @@ def _parser() -> argparse.ArgumentParser:
         scaling,
         ("workers", _positive_ints, "1,2,4", "N,N", "the numbers of workers"),
         ("devices-per-worker", _int_from(1), None, "M", "as for run"),
-        ("png", str, None, "FILE", _PNG),
     )
     _add_program(scaling)
 

@@ -9,14 +9,9 @@ first takes as long as the device needs, the second as long as the link needs.
 
 import argparse
 import dataclasses
-import importlib
-import importlib.util
-import os
 import re
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -158,49 +153,7 @@ def measure(
         yield Measured(number, *parse_step_time("\n".join(chief)))
 
 
-def png_problem(path: str) -> str:
-    """Return why no chart can be written to a file and how to fix it, "" if it can."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return (
-            "it needs matplotlib, which is not installed. Install it with "
-            "pip install 'keras-strategy[plot]', or leave --png out"
-        )
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        return f"there is no folder {folder!r} that can be written to"
-    return ""
-
-
-def draw_chart(
-    path: str, title: str, measured: Sequence[Measured], model: Prediction | None
-) -> None:
-    # matplotlib is optional, so import it lazily.
-    figure: Any = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(6, 4), layout="constrained"
-    )
-    axes = figure.add_subplot()
-    workers = [m.workers for m in measured]
-    axes.axhline(100, color="0.7", linewidth=1)
-    if model is not None:
-        ends = [[100 * end for end in model.efficiency(m)] for m in measured[1:]]
-        low, high = zip(*ends, strict=True)
-        axes.fill_between(
-            workers[1:], low, high, color="tab:blue", alpha=0.25, label="predicted"
-        )
-    efficiencies = [100 * m.efficiency(measured[0]) for m in measured]
-    axes.plot(workers, efficiencies, "o-", color="tab:blue", label="measured")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(workers, [str(count) for count in workers], minor=False)
-    axes.set_ylim(bottom=0)
-    axes.set(title=title, xlabel="workers", ylabel="efficiency, %")
-    axes.legend(frameon=False)
-    figure.savefig(path, format="png", dpi=150)
-
-
 def main(options: argparse.Namespace) -> int:
-    if options.png is not None and (problem := png_problem(options.png)):
-        print(f"keras-strategy scaling: argument --png: {problem}", file=sys.stderr)
-        return 2
     command = [options.program, *options.arguments]
     devices = options.devices_per_worker
     try:
@@ -209,10 +162,9 @@ def main(options: argparse.Namespace) -> int:
         Console(stderr=True, soft_wrap=True).print(escape(str(error)), style="red")
         return 1
     cores = local_cluster.available_cores()
-    title = f"{options.program}, {cores} cores"
     model = prediction(measured, cores)
     columns = "workers", "ms per step", "steps per second", "efficiency", "predicted"
-    table = Table(*columns, title=escape(title))
+    table = Table(*columns, title=escape(f"{options.program}, {cores} cores"))
     for index, row in enumerate(measured):
         predicted = ""
         if model is not None and index >= 2:
@@ -228,10 +180,4 @@ def main(options: argparse.Namespace) -> int:
     Console().print(table)
     text = str(model or NOTHING_TO_PREDICT)
     Console(soft_wrap=True).print(text, highlight=False, markup=False)
-    if options.png is not None:
-        try:
-            draw_chart(options.png, title, measured, model)
-        except OSError as error:
-            print(f"{options.png!r} cannot be written: {error}", file=sys.stderr)
-            return 1
     return 0

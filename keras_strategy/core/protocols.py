@@ -247,9 +247,6 @@ class AuditAdapter(Protocol):
         """Context manager that restores the backend's other random generators."""
         return contextlib.nullcontext()
 
-    def seed(self, number: int) -> None:
-        """Seed the backend's random generators."""
-
     def run_on_device(
         self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
     ) -> tuple[Any, list[Any] | None]:

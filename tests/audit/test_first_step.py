@@ -295,7 +295,7 @@ CASES = {
     "a call that gathers": (None, {"model": CenteredOfAll}),
     "a call": (None, {"model": Plain}),
     "a call that draws": (None, {"model": Noisy}),
-    "a call that draws by itself": ("draws random", {"model": NoisyByTheEngine}),
+    "a call that draws by itself": ("random numbers", {"model": NoisyByTheEngine}),
     "compute_loss that sums": ("Summed.compute_loss", {"model": Summed}),
     "compute_loss": (None, {"model": Meant}),
     "compute_loss that draws": (None, {"model": NoisyLoss}),

@@ -46,9 +46,6 @@ class Adapter(AuditAdapter):
         value = stored_value(variable)
         return (value, *getattr(value, "values", ()))
 
-    def seed(self, number: int) -> None:
-        tf.random.set_seed(number)
-
     def run_on_device(
         self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
     ) -> tuple[Any, None]:

@@ -60,9 +60,6 @@ class Adapter(AuditAdapter):
     def preserve_generators(self) -> contextlib.AbstractContextManager[None]:
         return torch.random.fork_rng(range(torch.cuda.device_count()))
 
-    def seed(self, number: int) -> None:
-        torch.manual_seed(number)
-
     def run_on_device(
         self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
     ) -> tuple[Any, None]:
