@@ -170,7 +170,7 @@ def get_replica_context() -> "ReplicaContext | None":
     """
     if thread_state.replica is not None or thread_state.is_merging:
         return thread_state.replica
-    if not has_strategy() or is_in_layer():
+    if current_scope() in (None, _default) or is_in_layer():
         return default_strategy().extended.group.context
     return None
 
@@ -190,7 +190,7 @@ def in_cross_replica_context() -> bool:
     assert strategy.run(ks.in_cross_replica_context) is False
     ```
     """
-    return has_strategy() and thread_state.replica is None
+    return current_scope() not in (None, _default) and thread_state.replica is None
 
 
 def experimental_set_strategy(strategy: "Strategy | None") -> None:

@@ -1,6 +1,7 @@
 """Access to Keras's thread state and to what its variables store, without patches."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -19,7 +20,12 @@ in_symbolic_scope = find_module(
     "in_symbolic_scope", "keras.src.backend.common.symbolic_scope"
 ).in_symbolic_scope
 
-# `attrgetter` avoids a Python call; these are read in every step.
+# A partial and `attrgetter` avoid a Python call; these are read in every step.
+current_stateless_scope: Callable[[], Any] = functools.partial(
+    global_state.get_global_attribute, "stateless_scope"
+)
+"""Return the stateless scope that this thread is in, or None."""
+
 stored_value: Callable[[Any], Any] = attrgetter("_value")
 """Return the stored value in any scope; None if there is no value yet."""
 
@@ -51,11 +57,6 @@ def initialize(variable: Any, value: Any) -> None:
         variable._initialize(value)
     finally:
         variable._shape = shape
-
-
-def current_stateless_scope() -> Any:
-    """Return the stateless scope that this thread is in, or None."""
-    return global_state.get_global_attribute("stateless_scope")
 
 
 def is_in_layer() -> bool:

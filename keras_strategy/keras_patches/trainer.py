@@ -101,13 +101,11 @@ class BatchLogs:
 
     Attributes:
         are_read: Whether a worker reads them; None until its loop begins.
-        names: The names of the metrics, where the backend needs them.
     """
 
     def __init__(self, cluster: Any):
         self._cluster = cluster
         self.are_read: bool | None = None
-        self.names: set[str] | None = None
 
     def are_needed(self, are_read: bool) -> bool:
         """Return True if a worker reads them, given if this one does."""

@@ -71,6 +71,7 @@ class BatchFunction:
         is_regular = self._returns_metrics and _exchanges_alike(model, strategy)
         self._step = KerasStep(self._call) if is_regular else self._call
         self._may_lack_metrics = kind != "predict"
+        self._metric_names: set[str] | None = None
 
     def __call__(self, batches: Sequence[Any]) -> Any:
         if self._may_lack_metrics:
@@ -125,13 +126,13 @@ class BatchFunction:
         is_wrapped = getattr(model, f"{self._kind}_function") is not self
         with torch.no_grad():
             if shared is not None and shared.are_read is False and not is_wrapped:
-                if shared.names is None:
+                if self._metric_names is None:
                     with keras.StatelessScope():  # without a collective
-                        shared.names = set(model.get_metrics_result())
+                        self._metric_names = set(model.get_metrics_result())
                 # The loop ends with the metrics if their names are those of the logs.
-                has_names = isinstance(logs, dict) and set(logs) == shared.names
+                has_names = isinstance(logs, dict) and set(logs) == self._metric_names
                 if self._returns_metrics or has_names:
-                    return dict.fromkeys(shared.names)
+                    return dict.fromkeys(self._metric_names)
             if self._returns_metrics:
                 return model.get_metrics_result()
             return rules.average_logs(logs, weights, self._group.layout.sum_logs)
