@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -226,13 +225,8 @@ class StepAudit:
         except Exception:
             logger.debug("A step with nudged weights failed.", exc_info=True)
             return
-        # Three draws may spare one value in a step that is chaotic elsewhere.
-        by_kind: dict[str, list[float]] = {}
-        for (kind, _), noise in largest.items():
-            by_kind.setdefault(kind, []).append(noise)
         for number, value in enumerate(report.values):
             noise = largest.get((value.kind, value.name), 0.0)
-            noise = max(noise, statistics.median(by_kind.get(value.kind, [0.0])))
             least = max(comparison.TOLERANCES[value.kind], value.difference / 10)
             if value.differs and (
                 noise > least or self._has_equal_variables(value, report)

@@ -100,7 +100,7 @@ class BatchLogs:
     """The logs of batches in a call of `fit` or `evaluate`, reduced if they are read.
 
     Attributes:
-        are_read: Whether a worker reads them; None until its loop begins.
+        are_read: True if a worker reads them; None until its loop begins.
     """
 
     def __init__(self, cluster: Any):

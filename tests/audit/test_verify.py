@@ -63,6 +63,14 @@ def test_equal_step_and_its_table(two):
         }
 
 
+@pytest.mark.parametrize("layer", [keras.layers.MixUp, keras.layers.CutMix])
+def test_layer_whose_rows_fit_gathers_is_no_finding(layer, two):
+    image = keras.layers.Reshape((2, 2, 1))
+    with two.scope():
+        model = compiled(image, layer(), keras.layers.Flatten())
+    assert not ks.verify(model, X, Y).differs
+
+
 def test_metric_with_thresholds_is_no_finding(two):
     metric = keras.metrics.SensitivityAtSpecificity(0.5, num_thresholds=20)
     with two.scope():

@@ -82,6 +82,30 @@ def test_two_parts_gather_rows(mirrored, caplog):
     assert message.count("(Centering)") == 3
 
 
+class CenteredModel(keras.Model):
+    """Compares rows in its own `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        y = self.dense(x)
+        return y - 0.5 * keras.ops.mean(y, axis=0, keepdims=True)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="`fit` is one program")
+@pytest.mark.parametrize("gathering_parts", [4], indirect=True)
+def test_model_that_would_gather_all_runs_whole(mirrored):
+    make = lambda: models.compiled(CenteredModel())  # noqa: E731
+    one, many = (train(s, make, X, Y, predicted=0) for s in (None, mirrored(3)))
+    assert_equal(one, many)
+    assert kinds_that_run_whole(many.model) == {"train"}
+
+
 def test_batch_of_one_row_per_replica(replicas, mirrored):
     make = with_layer(Centering)
     options = {"batch_size": replicas, "epochs": 1, "predicted": replicas}

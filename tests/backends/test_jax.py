@@ -711,7 +711,7 @@ def test_error_in_first_step_keeps_weights(method, two, monkeypatch):
 
 
 def test_wait_for_last_step_is_tracked(two, monkeypatch):
-    """Of several workers, also where steps are asynchronous, unlike on their CPUs."""
+    """The last step of asynchronous devices ends in a collective of the workers."""
     seconds = collections.Counter()
 
     @contextlib.contextmanager
