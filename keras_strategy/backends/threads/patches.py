@@ -190,7 +190,12 @@ def _maybe_build(original, attributes, self, call_spec):
 # --- losses of layers
 
 
-@hook(keras.Layer, "add_loss", "(self, loss)", when=current_stateless_scope)
+def _stateless_scope():
+    """Return the stateless scope that this thread is in, or None."""
+    return current_stateless_scope()
+
+
+@hook(keras.Layer, "add_loss", "(self, loss)", when=_stateless_scope)
 def _add_loss(original, scope, self, loss):
     """Record the layers that add a loss in a stateless scope."""
     original(self, loss)
