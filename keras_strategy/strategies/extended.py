@@ -152,6 +152,8 @@ class StrategyExtended:
         assert not strategy.extended.variable_created_in_scope(outside)
         ```
         """
+        if get_engine().native_components(v) is not None:  # of a `tf.Variable`
+            return self.group.owns_native(v)
         check_variable("v", v)
         owner = ownership.strategy_of_variable(v) or context.default_strategy()
         return owner is self._strategy
@@ -290,7 +292,8 @@ class StrategyExtended:
         calls. Assigned values are written when `fn` has succeeded for all components.
 
         Args:
-            var: A variable that was created in the scope.
+            var: A variable that was created in the scope. On TensorFlow a `tf.Variable`
+                is updated as by tf.distribute.
             fn: Called as `fn(component, *args, **kwargs)` for the component on each
                 device; inside `merge_call` on JAX once, for the program of all
                 replicas. The component has `value`, `assign`, `assign_add`,
@@ -327,7 +330,9 @@ class StrategyExtended:
         assert float(v) == 3.0
         ```
         """
-        check_variable("var", var)
+        is_native = get_engine().native_components(var) is not None
+        if not is_native:
+            check_variable("var", var)
         check_call(fn, args)
         if isinstance(var, VariableComponent) or not self.variable_created_in_scope(
             var
@@ -336,7 +341,7 @@ class StrategyExtended:
                 "Argument `var` of `update` must be a variable that was created in the "
                 f"scope of {self._strategy!r}: one created outside the scope has no "
                 "components. Create it inside `with strategy.scope():`, or use its "
-                f"`assign`. Received: var={var.path!r}"
+                f"`assign`. Received: var={var if is_native else var.path!r}"
             )
         args, kwargs = tuple(args), dict(kwargs or {})
         replica = context.current_replica()
@@ -349,6 +354,8 @@ class StrategyExtended:
                 kwargs,
             )
         context.require_cross_replica(self._strategy, "update")
+        if is_native:
+            return self.group.update_native(var, fn, args, kwargs, group)
         with self._strategy.scope():
             fn_args, fn_kwargs = tree.map_structure(
                 lambda leaf: self._update_argument(var, leaf), (args, kwargs)
