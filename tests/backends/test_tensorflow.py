@@ -232,6 +232,34 @@ def test_run_takes_control_flow_over_tensors(two):
         two.run(lambda x: [part for part in x if part > 0], args=(x,))
 
 
+def test_numbers_of_a_tf_function_are_tensors(two, native):
+    def results(strategy, library):
+        @tf.function
+        def step():
+            return 5.0, library.get_replica_context().replica_id_in_sync_group
+
+        constant, number = strategy.run(step)
+        numbers = strategy.experimental_local_results(number)
+        return [constant.numpy(), *(x.numpy() for x in numbers)]
+
+    assert results(two, ks) == results(native, tf.distribute)
+
+
+def test_local_results_in_a_tf_function_are_converted(two, caplog):
+    with two.scope():
+        variable = tf.Variable(1.0)
+
+    @tf.function
+    def read():
+        value = two.run(lambda: tf.constant(2.0))
+        local = two.experimental_local_results
+        return local(value), local(variable)
+
+    values, variables = read()
+    assert [x.numpy() for x in (*values, *variables)] == [2.0, 2.0, 1.0, 1.0]
+    assert "AutoGraph could not" not in caplog.text
+
+
 def test_nest_does_not_take_values_apart(two, native):
     def results(strategy, per):
         names = {"MEAN": None, "SUM": 0}

@@ -270,9 +270,14 @@ class CompiledFunction:
         self._draws |= self._group.seeds.starts > starts
         self.traces += 1
         tensors = []
+        is_tf_function = hasattr(self._current.fn, "python_function")
 
         def take_tensors(leaf):
             values = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+            if is_tf_function and isinstance(values[0], numbers.Number):
+                values = list(map(tf.convert_to_tensor, values))
+                is_shared = not isinstance(leaf, DistributedValues)
+                leaf = values[0] if is_shared else PerReplica(values)
             if not any(map(tf.is_tensor, values)):
                 return leaf
             tensors.append(leaf)
