@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.comparisons import Comparison
 from benchmarks.paired_timing import CPU, OtherLoad, Pairing, compare, warm
 from benchmarks.sides import Sided
-from keras_strategy.testing.warm_starter import WarmStarter
+from tests.testing.warm_starter import WarmStarter
 
 # A row is noisy where others took more than this share of the machine, or the quartiles
 # of its ratio in CPU time are farther apart.

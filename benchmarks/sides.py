@@ -16,7 +16,8 @@ from benchmarks.comparisons import Comparison
 from benchmarks.paired_timing import CPU, WALL
 from keras_strategy.commands.local_cluster import LocalCluster, free_ports
 from keras_strategy.commands.processes import Process
-from keras_strategy.testing.warm_starter import WarmStarter, base_environment
+from keras_strategy.testing.worker_runner import base_environment
+from tests.testing.warm_starter import WarmStarter
 
 
 class Starter(Protocol):

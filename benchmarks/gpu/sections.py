@@ -14,7 +14,7 @@ from benchmarks.gpu.cases import EXACT, HALF, REHEARSAL, TIMED, TRANSFORMER
 from benchmarks.measure import fixed_seconds
 from benchmarks.paired_timing import WALL, compare, warm
 from benchmarks.sides import Sided
-from keras_strategy.testing.warm_starter import start_cold
+from keras_strategy.testing.worker_runner import start_cold
 from tests.equality.compare import WEIGHTS, largest
 
 Row = dict[str, Any]

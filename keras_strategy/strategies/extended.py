@@ -153,7 +153,7 @@ class StrategyExtended:
         ```
         """
         if get_engine().native_components(v) is not None:  # of a `tf.Variable`
-            return self.group.owns_native(v)
+            return cast("Any", self.group).owns_native(v)
         check_variable("v", v)
         owner = ownership.strategy_of_variable(v) or context.default_strategy()
         return owner is self._strategy
@@ -355,7 +355,8 @@ class StrategyExtended:
             )
         context.require_cross_replica(self._strategy, "update")
         if is_native:
-            return self.group.update_native(var, fn, args, kwargs, group)
+            native = cast("Any", self.group)
+            return native.update_native(var, fn, args, kwargs, group)
         with self._strategy.scope():
             fn_args, fn_kwargs = tree.map_structure(
                 lambda leaf: self._update_argument(var, leaf), (args, kwargs)
