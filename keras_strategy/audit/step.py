@@ -27,6 +27,7 @@ from keras_strategy.audit.snapshot import (
     is_keras,
     read_settings,
 )
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine, preserve_random_states
 from keras_strategy.core.step_state import (
     override,
@@ -62,7 +63,7 @@ class StepAudit:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         kind: str,
         on_replicas: Step,
         on_device: Step,

@@ -54,6 +54,14 @@ class Strategy(Protocol):
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]: ...
 
+    def experimental_distribute_dataset(self, dataset: Any) -> Any: ...
+
+    def run(
+        self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
+    ) -> Any: ...
+
+    def gather(self, value: Any, axis: int) -> Any: ...
+
 
 class StrategyExtended(Protocol):
     """Part of `strategy.extended` that lower layers need."""
