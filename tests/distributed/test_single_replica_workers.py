@@ -16,7 +16,7 @@ for_torch = pytest.mark.skipif(not ON_TORCH, reason="elsewhere a step is compile
 TRAINED = [jobs.adversaries]
 if ON_TORCH:
     TRAINED += [jobs.a_cleared_session, jobs.kept_gradients]
-WORKED = [*TRAINED, jobs.values_of_runs]
+WORKED = [*TRAINED, jobs.values_of_runs, jobs.foreign_sums_that_are_read]
 if BACKEND != "tensorflow":  # where a run that fails says that this stays assigned
     WORKED.append(jobs.runs_that_fail)
 if ON_TORCH:
@@ -53,6 +53,14 @@ def test_returned_values_do_not_change(results):
         assert (result["total"], result["part"]) == (4.0, 2.0)
         assert result["written"] == 6.0
         assert not result["turn"]  # nothing that is set on a layer is noted any more
+
+
+def test_first_read_of_foreign_on_read_sum(results):
+    for result in results["foreign_sums_that_are_read"]:
+        if BACKEND == "tensorflow":  # it cannot be split any more
+            assert "'foreign' was created outside the scope" in result[0]
+        else:  # each worker has half of the 5, and adds 1 to it
+            assert result == [7.0, 2.5, 5.0]
 
 
 @pytest.mark.parametrize("job", TRAINED, ids=lambda job: job.__name__)

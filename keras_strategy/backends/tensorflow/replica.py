@@ -25,6 +25,7 @@ from keras_strategy.core.protocols import Replica
 from keras_strategy.core.step_state import StepState
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.training import row_weights
+from keras_strategy.training.ownership import strategy_of_variable
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.sharding import (
     OPTIMIZER_SHARDING,
@@ -32,6 +33,7 @@ from keras_strategy.training.sharding import (
     flat_shards_of,
     gradient_shards,
 )
+from keras_strategy.training.variable_sync import is_sync_on_read
 from keras_strategy.values import ReduceOp, regroup, select_replica
 
 # The attribute of a gradient that holds the replica's shard of its sum.
@@ -311,6 +313,8 @@ class TensorFlowReplica(Replica):
 
     def write_component(self, variable: Any, value: Any) -> None:
         """Write what this replica stores of a variable: its component or shard."""
+        if is_sync_on_read(variable) and strategy_of_variable(variable) is None:
+            raise self._foreign_variable_error(variable)
         component = self.component(stored_value(variable))
         value = tf.cast(value, component.dtype)
         if self.write_condition is not None:
@@ -336,12 +340,15 @@ class TensorFlowReplica(Replica):
     def component(self, variable: Any) -> Any:
         components = self.group.native.experimental_local_results(variable)
         if len(components) != len(self.group.devices):
-            raise ValueError(
-                f"The variable '{variable.name}' was created outside the scope of "
-                f"{self.group.strategy!r} and is assigned in `strategy.run`. "
-                "Create it inside `with strategy.scope():`."
-            )
+            raise self._foreign_variable_error(variable)
         return components[self.index]
+
+    def _foreign_variable_error(self, variable: Any) -> ValueError:
+        return ValueError(
+            f"The variable '{variable.name}' was created outside the scope of "
+            f"{self.group.strategy!r} and is assigned in `strategy.run`. "
+            "Create it inside `with strategy.scope():`."
+        )
 
     def _differentiable_sum(self, tensor: Any) -> Any:
         sum_gradients = self._gradient_of_sum("gradient of all_reduce")
