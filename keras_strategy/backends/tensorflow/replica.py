@@ -313,9 +313,10 @@ class TensorFlowReplica(Replica):
 
     def write_component(self, variable: Any, value: Any) -> None:
         """Write what this replica stores of a variable: its component or shard."""
-        if is_sync_on_read(variable) and strategy_of_variable(variable) is None:
-            raise self._foreign_variable_error(variable)
-        component = self.component(stored_value(variable))
+        is_foreign = (
+            is_sync_on_read(variable) and strategy_of_variable(variable) is None
+        )
+        component = self.component(stored_value(variable), is_foreign)
         value = tf.cast(value, component.dtype)
         if self.write_condition is not None:
             value = tf.where(self.write_condition, value, component)
@@ -337,18 +338,15 @@ class TensorFlowReplica(Replica):
         shard = tf.convert_to_tensor(self.component(stored_value(variable)))
         return self.gather_shards([shard], [shares])[0]
 
-    def component(self, variable: Any) -> Any:
+    def component(self, variable: Any, is_foreign: bool = False) -> Any:
         components = self.group.native.experimental_local_results(variable)
-        if len(components) != len(self.group.devices):
-            raise self._foreign_variable_error(variable)
+        if is_foreign or len(components) != len(self.group.devices):
+            raise ValueError(
+                f"The variable '{variable.name}' was created outside the scope of "
+                f"{self.group.strategy!r} and is assigned in `strategy.run`. "
+                "Create it inside `with strategy.scope():`."
+            )
         return components[self.index]
-
-    def _foreign_variable_error(self, variable: Any) -> ValueError:
-        return ValueError(
-            f"The variable '{variable.name}' was created outside the scope of "
-            f"{self.group.strategy!r} and is assigned in `strategy.run`. "
-            "Create it inside `with strategy.scope():`."
-        )
 
     def _differentiable_sum(self, tensor: Any) -> Any:
         sum_gradients = self._gradient_of_sum("gradient of all_reduce")
