@@ -104,6 +104,9 @@ class ReplicaGroup(Protocol):
     def scope(self) -> AbstractContextManager[Any]:
         """Context manager in which variables of this group are created."""
 
+    def note_created(self, variable: Any) -> None:
+        """Handle a new variable of this group, before Keras makes it."""
+
     def adopt(self, variables: Sequence[Any]) -> None:
         """Mirror variables that were created outside the scope; keep their values."""
 
