@@ -29,6 +29,16 @@ from keras_strategy.commands import info
 _INPUTS, _CLASSES = 64, 10
 # Other processes' share of the machine from which a measured ratio is unreliable.
 _MAX_OTHER_LOAD = 0.05
+_TEXT = """\
+Keras {keras} on {backend}; {machine}
+A model of {weights:,} weights ({model}), Adam, {batch_size} rows a step;
+{rounds} rounds of {steps} steps, in turn
+
+  Keras alone       {keras_alone:10.1f} steps per second
+  MirroredStrategy  {with_strategy:10.1f} on {devices}
+  ratio             {ratio:10.2f} (quartiles {quartiles[0]:.2f} to {quartiles[1]:.2f})
+
+Other processes took {others:.0%} of the machine"""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -50,23 +60,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(result, indent=2))
         return 0
-    quartiles = "{:.2f} to {:.2f}".format(*result["quartiles"])
-    devices = ", ".join(result["devices"])
     is_quiet = result["others"] < _MAX_OTHER_LOAD
-    advice = "" if is_quiet else ": measure again on an idle machine"
-    for line in (
-        f"Keras {result['keras']} on {result['backend']}; {result['machine']}",
-        f"A model of {result['weights']:,} weights ({result['model']}), Adam, "
-        f"{result['batch_size']} rows a step; {result['rounds']} rounds of "
-        f"{result['steps']} steps, in turn",
-        "",
-        f"  Keras alone       {result['keras_alone']:10.1f} steps per second",
-        f"  MirroredStrategy  {result['with_strategy']:10.1f} on {devices}",
-        f"  ratio             {result['ratio']:10.2f} (quartiles {quartiles})",
-        "",
-        f"Other processes took {result['others']:.0%} of the machine{advice}.",
-    ):
-        print(line)
+    text = _TEXT.format(**{**result, "devices": ", ".join(result["devices"])})
+    print(text + ("." if is_quiet else ": measure again on an idle machine."))
     return 0
 
 

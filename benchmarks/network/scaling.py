@@ -4,9 +4,9 @@
 
 Each worker is a simulated machine, so it needs Linux and root. The batch grows with the
 workers, and the efficiency is the time of a step of one worker divided by that of a
-step. A step's computation is a sleep: see `benchmarks.network.emulated`. The peer is a
-loop by hand under DistributedDataParallel, with buckets of the same size. The model of
-`benchmarks.scaling` predicts the steps from sums between two machines.
+step. A step's computation is a sleep: see `benchmarks.network.sleeping_model`. The peer
+is a loop by hand under DistributedDataParallel, with buckets of the same size. The
+model of `benchmarks.scaling` predicts the steps from sums between two machines.
 """
 
 import argparse
@@ -15,15 +15,12 @@ import os
 
 os.environ["KERAS_BACKEND"] = "torch"
 
-from benchmarks.network import emulated
-from benchmarks.scaling.fitting import fitted_link
-from benchmarks.scaling.model import Step
-from benchmarks.sides import starter_for
-from keras_strategy.testing import WorkerRunner
-from tests.distributed.machines import simulated_machines
+from benchmarks.network import run_on_machines, sleeping_model
+from benchmarks.paired_processes import starter_for
+from benchmarks.scaling.model import Link, Step
 
 LINKS = {"10 Gbit/s": 10_000, "1 Gbit/s": 1_000, "100 Mbit/s": 100}
-WORKERS = (2, 4, 8)
+WORKERS = (1, 2, 4, 8)
 
 
 def main() -> None:
@@ -33,36 +30,31 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
-    parser.add_argument("--workers", nargs="+", type=int, default=list(WORKERS))
     parser.add_argument("--json", metavar="FILE", help="where the figures are written")
     options = parser.parse_args()
     rows = []
-    with starter_for("torch", max(options.workers)) as starter:
-
-        def run(count, rate, function, *arguments):
-            with (
-                simulated_machines(count, rate_mbit=rate) as machines,
-                WorkerRunner(count, timeout_seconds=500, starter=starter) as runner,
-            ):
-                return runner.run(function, *arguments, machines)
-
+    with starter_for("torch", max(WORKERS)) as starter:
         for name in options.links:
-            rate = LINKS[name]
-            link = fitted_link(2, run(2, rate, emulated.measure_link)[0])
-            print(
-                f"{name}: latency {link.latency * 1e6:.0f} us, "
-                f"{link.bandwidth / 1e6:.1f} MB/s",
-                flush=True,
-            )
+            rate = {"rate_mbit": LINKS[name]}
+            times, _ = run_on_machines(starter, 2, rate, sleeping_model.measure_link)
+            link = Link.fitted(2, times)
+            latency, bandwidth = link.latency * 1e6, link.bandwidth / 1e6
+            print(f"{name}: latency {latency:.0f} us, {bandwidth:.1f} MB/s", flush=True)
             alone: dict = {}
-            for count in (1, *options.workers):
+            for count in WORKERS:
                 row = {"link": name, "workers": count}
-                for program in emulated.PROGRAMS:
-                    found = run(count, rate, emulated.measure_step, program)
-                    row[program] = max(seconds for seconds, _ in found)
-                    row[f"{program}, bytes"] = max(sent for _, sent in found)
-                alone = alone or dict(row)
-                step = Step(alone["ours"], emulated.GRADIENT_BYTES, emulated.OVERLAP)
+                for program in sleeping_model.PROGRAMS:
+                    found = run_on_machines(
+                        starter, count, rate, sleeping_model.measure_step, program
+                    )
+                    row[program], row[f"{program}, bytes"] = map(
+                        max, zip(*found, strict=True)
+                    )
+                alone = alone or row
+                step = Step(
+                    *(alone["ours"], sleeping_model.GRADIENT_BYTES),
+                    sleeping_model.OVERLAP,
+                )
                 row["predicted"] = step.seconds(count, link)
                 rows.append(row)
                 print(_line(row, alone), flush=True)
@@ -76,7 +68,8 @@ def _line(row: dict, alone: dict) -> str:
     cells = [row["link"], row["workers"]]
     for key, compute in (("ours", "ours"), ("DDP", "DDP"), ("predicted", "ours")):
         cells.append(f"{row[key]:.3f} ({alone[compute] / row[key]:.0%})")
-    cells += [f"{row[f'{program}, bytes'] / 1e6:.1f}" for program in emulated.PROGRAMS]
+    for program in sleeping_model.PROGRAMS:
+        cells.append(f"{row[f'{program}, bytes'] / 1e6:.1f}")
     return f"| {' | '.join(map(str, cells))} |"
 
 

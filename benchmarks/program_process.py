@@ -1,8 +1,8 @@
-"""One process of one side of a comparison, which trains when it is told to.
+"""One process of a program, which trains when it is its turn.
 
-`side.py ADDRESS JOB` connects to `benchmarks.sides`, which gives the turns, and waits
-in between: it reads from a socket, and uses no processor. A peer's process does not
-import `keras_strategy`, and says so with each answer.
+`program_process.py ADDRESS JOB` connects to `benchmarks.paired_processes`, which gives
+the turns. In between it reads from a socket, and uses no processor. A peer's process
+does not import `keras_strategy`, and checks that with each answer.
 """
 
 import gc
@@ -18,68 +18,68 @@ from multiprocessing.connection import Client
 from typing import Any
 
 
-class Side:
-    """A program, and what it takes.
+class ProgramProcess:
+    """A program and its costs, in this process.
 
     Args:
-        job: The program, whether it is ours, its case, and the devices of the process.
+        job: The program, its options, whether it is ours, its case, and the devices.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._job = job
-        self._peer = not job["ours"]
         self._idle_since = time.process_time()
 
-    def start(self) -> dict[str, Any]:
-        """Create the program and train for one step."""
+    def start(self) -> float:
+        """Create the program, train for one step, and return the seconds."""
         began = time.perf_counter()
-        if self._peer:
+        if not self._job["is_ours"]:
             _divide_cpu(self._job["devices"])
-        cases = importlib.import_module(f"benchmarks.{self._job['cases']}").CASES
-        (self._case,) = (c for c in cases if c.name == self._job["case"])
-        self._program = program_named(self._job["program"])(self._case)
+        self._program = create_program(
+            self._job["function"], self._job["options"], self._job["case"]
+        )
         self._program(1)
-        taken = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         # What is there stays: to look through it after each turn would take longer.
         gc.collect()
         gc.freeze()
-        return {"seconds": taken}
+        return seconds
 
-    def train(self, steps: int) -> dict[str, Any]:
-        """Trains, and tells how long and how much of the processors it took."""
+    def train(self, steps: int) -> dict[str, float]:
+        """Train, and return the seconds, and those of the CPU since the last turn."""
         wall, cpu = time.perf_counter(), time.process_time()
         idle = cpu - self._idle_since
         self._program(steps)
         taken = {
             "steps/s": time.perf_counter() - wall,
             "steps/CPU-s": time.process_time() - cpu,
-            # While the other side had its turn.
             "idle": idle,
         }
         gc.collect()
         return taken
 
     def call(self, name: str) -> Any:
-        """Return a function's result for the program.
+        """Return a function's result for the program, such as "gpu.engine:weights"."""
+        return find_function(name)(self._program)
 
-        Args:
-            name: Its module and name, such as "gpu.programs:memory".
-        """
-        return program_named(name)(self._program)
-
-    def answer(self, request: tuple[str, ...]) -> dict[str, Any]:
+    def answer(self, request: tuple[Any, ...]) -> dict[str, Any]:
         """Call a method by its name."""
         answer = getattr(self, request[0])(*request[1:])
-        if self._peer and "keras_strategy" in sys.modules:
+        if not self._job["is_ours"] and "keras_strategy" in sys.modules:
             raise RuntimeError("A peer must run without keras_strategy: it imported it")
         self._idle_since = time.process_time()
-        told = {"cpu": self._idle_since, "peak_mb": _peak_megabytes()}
-        return {"answer": answer, **told}
+        usage = {"cpu": self._idle_since, "peak_mb": _peak_megabytes()}
+        return {"answer": answer, **usage}
 
 
-def program_named(name: str) -> Callable[[Any], Any]:
+def find_function(name: str) -> Callable[..., Any]:
+    """Return a function of a module of `benchmarks`, by "module:function"."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(f"benchmarks.{module}"), function)
+
+
+def create_program(function: str, options: Any, case: str) -> Callable[[int], None]:
+    cases = importlib.import_module("benchmarks.cases").CASES
+    return find_function(f"programs.{function}")(cases[case], **options)
 
 
 def _divide_cpu(devices: int) -> None:
@@ -111,16 +111,16 @@ def main() -> None:
     address, job = sys.argv[1], json.loads(sys.argv[2])
     with Client(address) as driver:
         driver.send(job["rank"])
-        side = Side(job)
+        process = ProgramProcess(job)
         while (request := driver.recv()) != ("end",):
             try:
-                driver.send(side.answer(request))
-            except Exception:  # it is told where the benchmark was started
+                driver.send(process.answer(request))
+            except Exception:  # raised where the benchmark was started
                 driver.send({"error": traceback.format_exc()})
 
 
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    # Engines may take seconds to end their threads, which nobody waits for.
+    # Backends may take seconds to end their threads, which nobody waits for.
     os._exit(0)
