@@ -90,7 +90,7 @@ def loss(**options: Any) -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
-def _mlp(units: int = 256, hidden: int = 2, rate: float = 0.0) -> keras.Model:
+def build_mlp(units: int = 256, hidden: int = 2, rate: float = 0.0) -> keras.Model:
     model = keras.Sequential([keras.Input((64,))])
     for _ in range(hidden):
         model.add(layers.Dense(units, "relu"))
@@ -221,10 +221,10 @@ def _drawn_words(words: int, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 _drawn_digits = functools.partial(_drawn_images, 32, 10)
 CPU_CASES = (
-    Case(MLP, _mlp, _digits, 128),
-    Case(LARGE_MLP, _mlp, _digits, 1024),
+    Case(MLP, build_mlp, _digits, 128),
+    Case(LARGE_MLP, build_mlp, _digits, 1024),
     # 9 MB of gradients: enough to send some of them while others are computed.
-    Case(WIDE_MLP, functools.partial(_mlp, 1024, 3), _digits, 256),
+    Case(WIDE_MLP, functools.partial(build_mlp, 1024, 3), _digits, 256),
     Case(CNN, _cnn, _images, 128),
     Case(NORMALIZED, _normalized_cnn, _images, 128),
     Case(
@@ -236,7 +236,7 @@ CPU_CASES = (
     Case(RESNET50, _resnet50, _drawn_digits, 64),
     Case(TRANSFORMER, _transformer, _next_characters, 16),
     Case(EMBEDDING, _embedding, _topics_of_words, 128),
-    Case(DROPOUT[0], functools.partial(_mlp, rate=0.2), _digits, 128),
+    Case(DROPOUT[0], functools.partial(build_mlp, rate=0.2), _digits, 128),
     Case(DROPOUT[1], functools.partial(_transformer, rate=0.1), _next_characters, 16),
 )
 

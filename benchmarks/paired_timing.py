@@ -26,6 +26,18 @@ SHORT = 8  # ratio of the long to the short time
 _PROC_STAT = Path("/proc/stat")
 
 
+def turn_of(train: Callable[[int], object]) -> Turn:
+    """Return the turn of a program of this process."""
+
+    def turn(steps: int) -> dict[str, float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        train(steps)
+        cpu_seconds = time.process_time() - cpu
+        return {WALL: time.perf_counter() - wall, CPU: cpu_seconds}
+
+    return turn
+
+
 @dataclass(frozen=True)
 class Speed:
     """Medians of our speeds, the peer's, and the paired ratios (higher is better)."""

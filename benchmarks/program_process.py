@@ -1,13 +1,12 @@
 """One process of a program, which trains when it is its turn.
 
-`program_process.py ADDRESS JOB` connects to `benchmarks.paired_processes`, which gives
-the turns. In between it reads from a socket, and uses no processor. A peer's process
-does not import `keras_strategy`, and checks that with each answer.
+`benchmarks.paired_processes` gives the turns. In between it reads from a socket, and
+uses no processor. A peer's process does not import `keras_strategy`, and checks that
+with each answer.
 """
 
 import gc
 import importlib
-import json
 import os
 import re
 import sys
@@ -17,26 +16,25 @@ from collections.abc import Callable
 from multiprocessing.connection import Client
 from typing import Any
 
+from benchmarks.paired_timing import turn_of
+
 
 class ProgramProcess:
-    """A program and its costs, in this process.
+    """A program and its costs, in this process."""
 
-    Args:
-        job: The program, its options, whether it is ours, its case, and the devices.
-    """
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        self._job = job
+    def __init__(
+        self, function: str, options: Any, is_ours: bool, case: str, devices: int
+    ) -> None:
+        self._program_arguments = function, options, case
+        self._is_ours, self._devices = is_ours, devices
         self._idle_since = time.process_time()
 
     def start(self) -> float:
         """Create the program, train for one step, and return the seconds."""
         began = time.perf_counter()
-        if not self._job["is_ours"]:
-            _divide_cpu(self._job["devices"])
-        self._program = create_program(
-            self._job["function"], self._job["options"], self._job["case"]
-        )
+        if not self._is_ours:
+            _divide_cpu(self._devices)
+        self._program = create_program(*self._program_arguments)
         self._program(1)
         seconds = time.perf_counter() - began
         # What is there stays: to look through it after each turn would take longer.
@@ -46,16 +44,10 @@ class ProgramProcess:
 
     def train(self, steps: int) -> dict[str, float]:
         """Train, and return the seconds, and those of the CPU since the last turn."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        idle = cpu - self._idle_since
-        self._program(steps)
-        taken = {
-            "steps/s": time.perf_counter() - wall,
-            "steps/CPU-s": time.process_time() - cpu,
-            "idle": idle,
-        }
+        idle = time.process_time() - self._idle_since
+        seconds = turn_of(self._program)(steps)
         gc.collect()
-        return taken
+        return {**seconds, "idle": idle}
 
     def call(self, name: str) -> Any:
         """Return a function's result for the program, such as "gpu.engine:weights"."""
@@ -64,7 +56,7 @@ class ProgramProcess:
     def answer(self, request: tuple[Any, ...]) -> dict[str, Any]:
         """Call a method by its name."""
         answer = getattr(self, request[0])(*request[1:])
-        if not self._job["is_ours"] and "keras_strategy" in sys.modules:
+        if not self._is_ours and "keras_strategy" in sys.modules:
             raise RuntimeError("A peer must run without keras_strategy: it imported it")
         self._idle_since = time.process_time()
         usage = {"cpu": self._idle_since, "peak_mb": _peak_megabytes()}
@@ -107,20 +99,13 @@ def _peak_megabytes() -> float:
     return int(found[1]) / 1024 if found else 0.0
 
 
-def main() -> None:
-    address, job = sys.argv[1], json.loads(sys.argv[2])
+def serve(address: str, *program: Any) -> None:
+    """Answer requests until this process is killed."""
+    process = ProgramProcess(*program)
     with Client(address) as driver:
-        driver.send(job["rank"])
-        process = ProgramProcess(job)
-        while (request := driver.recv()) != ("end",):
+        while True:
+            request = driver.recv()
             try:
                 driver.send(process.answer(request))
             except Exception:  # raised where the benchmark was started
                 driver.send({"error": traceback.format_exc()})
-
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    # Backends may take seconds to end their threads, which nobody waits for.
-    os._exit(0)

@@ -24,7 +24,6 @@ from benchmarks.comparisons import (
 from benchmarks.gpu import engine
 from benchmarks.paired_processes import ProgramProcesses
 from benchmarks.paired_timing import compare, warm
-from keras_strategy.testing.warm_starter import start_cold
 
 Row = dict[str, Any]
 SECONDS, ROUNDS = (0.02, 2) if REHEARSAL else (0.3, 7)
@@ -183,9 +182,7 @@ def _ready(case: str, *programs: Any) -> Iterator[list[ProgramProcesses]]:
     with contextlib.ExitStack() as stack:
         sides = [
             stack.enter_context(
-                ProgramProcesses(
-                    start_cold, program, case, len(places), environments=places
-                )
+                ProgramProcesses(program, case, len(places), environments=places)
             )
             for program, places in programs
         ]

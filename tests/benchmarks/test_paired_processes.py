@@ -49,7 +49,7 @@ def test_rows_are_selected():
 
 def test_peer_runs_without_keras_strategy(starter):
     with (
-        ProgramProcesses(starter.start, Peer("ours:fit"), MLP) as side,
+        ProgramProcesses(Peer("ours:fit"), MLP, starter=starter) as side,
         pytest.raises(RuntimeError, match="A peer must run without keras_strategy"),
     ):
         side.ready()
