@@ -11,9 +11,10 @@ import argparse
 
 import keras
 
-from benchmarks.network import run_on_machines
 from benchmarks.network.worker import CALLBACKS, time_step
 from benchmarks.paired_processes import starter_for
+from keras_strategy.testing import WorkerRunner
+from tests.distributed.machines import simulated_machines
 
 # Each way between two machines; "no delay" is the switch alone.
 LINKS = {
@@ -38,8 +39,13 @@ def main() -> None:
         for link in options.links:
             times: dict[str, float] = {}
             for name in ("peer", *CALLBACKS):
-                found = run_on_machines(starter, MACHINES, LINKS[link], time_step, name)
-                times[name] = 1e3 * max(found)
+                with (
+                    simulated_machines(MACHINES, **LINKS[link]) as machines,
+                    WorkerRunner(
+                        MACHINES, timeout_seconds=300, starter=starter
+                    ) as runner,
+                ):
+                    times[name] = 1e3 * max(runner.run(time_step, name, machines))
                 ratio = times[name] / times["peer"]
                 line = f"{backend}, {link}, {name}: {times[name]:.1f} ms, {ratio:.2f}"
                 print(line, flush=True)
