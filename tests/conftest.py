@@ -69,7 +69,7 @@ PROCESSES = {
         "test_killed_process.py",
         "test_late_patches.py",
     ),
-    *("test_parameter_servers.py", "test_sides.py", "test_threads.py"),
+    *("test_paired_processes.py", "test_parameter_servers.py", "test_threads.py"),
 }
 TESTS = pathlib.Path(__file__).parent
 

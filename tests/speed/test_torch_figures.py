@@ -4,8 +4,8 @@ import keras
 import pytest
 
 import keras_strategy as ks
-from benchmarks.figures import Figures
 from keras_strategy.testing import WorkerRunner
+from tests.speed.figures import Figures
 
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
