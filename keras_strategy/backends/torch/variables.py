@@ -96,7 +96,7 @@ class MirroredVariable(keras.Variable):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle does not find the class by its name.
         make, args, *rest = super().__reduce_ex__(protocol)
-        if args[:1] != (type(self),):  # a user's class reduces itself
+        if args[:1] != (type(self),):  # a custom class that reduces itself
             return make, args, *rest
         return _make, (make, self.kind, self.plain_class, *args[1:]), *rest
 
@@ -127,7 +127,7 @@ class ShardedVariable(MirroredVariable):
 
 @functools.cache
 def _class_of_kind(kind: Any, plain_class: Any) -> type[MirroredVariable]:
-    # What a user's class overrides comes first. Keras names a variable after its class.
+    # What a custom class overrides comes first. Keras names a variable after its class.
     bases = (kind,) if plain_class is keras.Variable else (plain_class, kind)
     attributes = {"__qualname__": kind.__name__, "__module__": __name__}
     attributes |= {"kind": kind, "plain_class": plain_class}
