@@ -232,7 +232,7 @@ class StepAudit:
             least = max(comparison.TOLERANCES[value.kind], value.difference / 10)
             if value.differs and (
                 changed > least
-                # What other rows cause lasts; what rounding causes is gone by chance.
+                # A split of the rows makes it differ with any weights, rounding at times.
                 or lasting.get(key, math.inf) <= value.tolerance
                 or self._has_equal_variables(value, report)
             ):

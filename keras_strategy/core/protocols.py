@@ -107,6 +107,9 @@ class ReplicaGroup(Protocol):
     def note_created(self, variable: Any) -> None:
         """Handle a new variable of this group, before Keras makes it."""
 
+    def owns_native(self, variable: Any) -> bool | None:
+        """Return whether a `tf.Variable` is this group's; None for anything else."""
+
     def adopt(self, variables: Sequence[Any]) -> None:
         """Mirror variables that were created outside the scope; keep their values."""
 

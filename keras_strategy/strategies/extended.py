@@ -4,7 +4,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import keras
 from keras import tree
@@ -152,8 +152,9 @@ class StrategyExtended:
         assert not strategy.extended.variable_created_in_scope(outside)
         ```
         """
-        if get_engine().native_components(v) is not None:  # of a `tf.Variable`
-            return cast("Any", self.group).owns_native(v)
+        is_ours = self.group.owns_native(v)
+        if is_ours is not None:
+            return is_ours
         check_variable("v", v)
         owner = ownership.strategy_of_variable(v) or context.default_strategy()
         return owner is self._strategy
@@ -292,8 +293,8 @@ class StrategyExtended:
         calls. Assigned values are written when `fn` has succeeded for all components.
 
         Args:
-            var: A variable that was created in the scope. On TensorFlow a `tf.Variable`
-                is updated as by tf.distribute.
+            var: A variable that was created in the scope, also a `tf.Variable`, which
+                is updated as in tf.distribute.
             fn: Called as `fn(component, *args, **kwargs)` for the component on each
                 device; inside `merge_call` on JAX once, for the program of all
                 replicas. The component has `value`, `assign`, `assign_add`,
@@ -330,7 +331,7 @@ class StrategyExtended:
         assert float(v) == 3.0
         ```
         """
-        is_native = get_engine().native_components(var) is not None
+        is_native = self.group.owns_native(var) is not None
         if not is_native:
             check_variable("var", var)
         check_call(fn, args)
@@ -354,14 +355,12 @@ class StrategyExtended:
                 kwargs,
             )
         context.require_cross_replica(self._strategy, "update")
-        if is_native:
-            native = cast("Any", self.group)
-            return native.update_native(var, fn, args, kwargs, group)
         with self._strategy.scope():
-            fn_args, fn_kwargs = tree.map_structure(
-                lambda leaf: self._update_argument(var, leaf), (args, kwargs)
-            )
-            result = self.group.update(var, fn, fn_args, fn_kwargs)
+            if not is_native:
+                args, kwargs = tree.map_structure(
+                    lambda leaf: self._update_argument(var, leaf), (args, kwargs)
+                )
+            result = self.group.update(var, fn, tuple(args), kwargs)
             if group:
                 return result
             replicas = len(self.worker_devices)

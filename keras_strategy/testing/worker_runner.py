@@ -109,8 +109,9 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
             of each worker, by rank; None as a value removes one.
         chief: Whether the first worker is the task "chief" instead of "worker".
         grace_seconds: Time that `run` gives the other workers after one has failed.
-        starter: An object whose method `start` takes the arguments of `start_cold`;
-            None starts a fresh interpreter for each worker.
+        starter: An object that starts the workers: its method `start` takes what
+            `keras_strategy.testing.worker_runner.start_cold` takes. None starts a fresh
+            interpreter for each.
         streams: Whether the first worker's output is printed as it arrives.
 
     Example:

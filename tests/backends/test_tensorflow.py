@@ -171,6 +171,7 @@ def test_native_variables_are_assigned_and_updated_as_natively(two, native):
             context = library.get_replica_context()
             number = tf.cast(context.replica_id_in_sync_group, "float32")
             context.merge_call(subtract, (4.0,))
+            context.merge_call(subtract, (tf.constant(0.5),))
             table.scatter_add(tf.IndexedSlices(number[None] + 1, tf.constant([1])))
             total.assign_add(number + 1)
             return mean.assign_add(number)
@@ -195,12 +196,13 @@ def test_native_variables_are_assigned_and_updated_as_natively(two, native):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_update_refuses_native_variable_of_another_strategy(two, native):
+def test_update_refuses_native_variables_of_others(two, native):
     with native.scope():
         variable = tf.Variable(1.0)
-    assert not two.extended.variable_created_in_scope(variable)
-    with pytest.raises(ValueError, match="`var` of `update`.*created in the scope"):
-        two.extended.update(variable, lambda c: c.assign(2.0))
+    for foreign in (variable, tf.Variable(1.0)):
+        assert not two.extended.variable_created_in_scope(foreign)
+        with pytest.raises(ValueError, match="`var` of `update`.*created in the scope"):
+            two.extended.update(foreign, lambda c: c.assign(2.0))
 
 
 def test_run_takes_control_flow_over_tensors(two):

@@ -241,20 +241,26 @@ class TensorFlowGroup(ComponentGroup):
                     self._functions.refresh(fn)
                 return result
 
-    def owns_native(self, variable: Any) -> bool:
-        """Return True for a `tf.Variable` that was created in the scope."""
+    def owns_native(self, variable: Any) -> bool | None:
+        if not isinstance(variable, tf.Variable):
+            return None
         return getattr(variable, "distribute_strategy", None) is self.native
 
-    def update_native(
-        self, variable: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
+    def update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
-        """Update a `tf.Variable`, as native tf.distribute does."""
+        if not isinstance(variable, tf.Variable):
+            return super().update(variable, fn, args, kwargs)
         args, kwargs = tree.map_structure(
-            lambda x: NativeMirrored(x.values) if isinstance(x, Mirrored) else x,
+            lambda x: (
+                NativeMirrored(x.values) if isinstance(x, DistributedValues) else x
+            ),
             (args, kwargs),
         )
-        with self.native.scope():
-            return self.native.extended.update(variable, fn, args, kwargs, group)
+        update = self.native.extended.update
+        results = update(variable, fn, args, kwargs, group=False)
+        results = [tree.map_structure(_read, result) for result in results]
+        return regroup(results, tf.is_tensor, Mirrored, always_distributed=True)
 
     def collective_scope(self, name: str) -> AbstractContextManager[Any]:
         if self.workers is None:
