@@ -13,10 +13,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.tables import markdown
+
 # A step's collectives by kind: their number, and the bytes that each device sends.
 Traffic = dict[str, tuple[int, float]]
 
+# The devices, the sharding, the bytes in each column, and the collectives.
+Row = tuple[int, str | None, list[float], Traffic]
+
 WIDTH, LAYERS, ROWS = 3536, 4, 64
+JAX_COLUMNS = ("arguments", "temporaries", "peak")
 _KINDS = "all-reduce", "reduce-scatter", "all-gather", "all-to-all"
 _CALL = re.compile(rf"= (\(.*?\)|\S+) ({'|'.join(_KINDS)})(?:-start)?\(")
 _ARRAY = re.compile(r"\b[a-z]+(\d+)\[([\d,]*)\]")
@@ -58,24 +64,19 @@ def main() -> None:
         "--call", choices=["fit", "run"], default="fit", help="what trains, on JAX"
     )
     options = parser.parse_args()
-    if os.environ.setdefault("KERAS_BACKEND", "jax") == "jax":
-        columns, rows = _JAX_COLUMNS, _measure_devices(options.width, options.call)
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    if os.environ["KERAS_BACKEND"] == "jax":
+        columns, rows = JAX_COLUMNS, _measure_devices(options.width, options.call)
     else:
         columns, rows = ("peak",), _measure_workers(options.width)
-    head = ("N", "`shard`", "parameters", "slots", *columns, "collectives of a step")
-    for line in (head := (*head, "sent"), ["---"] * len(head)):
-        print(f"| {' | '.join(line)} |")
+    first, last = ("N", "`shard`", "parameters", "slots"), "collectives of a step"
+    print(markdown((*first, *columns, last, "sent"), []))
     for count, shard, sizes, traffic in rows:
         megabytes = [f"{size / 1e6:,.0f}" for size in sizes]
         kinds = ", ".join(f"{n} {kind}" for kind, (n, _) in traffic.items()) or "none"
         sent = sum(size for _, size in traffic.values()) / 1e6
         cells = str(count), str(shard), *megabytes, kinds, f"{sent:,.0f}"
         print(f"| {' | '.join(cells)} |", flush=True)
-
-
-_JAX_COLUMNS = ("arguments", "temporaries", "peak")
-# The devices, the sharding, bytes in each column, and the collectives.
-Row = tuple[int, str | None, list[float], Traffic]
 
 
 def build_model(strategy: Any, width: int) -> Any:
