@@ -232,7 +232,7 @@ class StepAudit:
             least = max(comparison.TOLERANCES[value.kind], value.difference / 10)
             if value.differs and (
                 changed > least
-                # A split of the rows makes it differ with any weights, rounding at times.
+                # Split rows make it differ with any weights, rounding only with some.
                 or lasting.get(key, math.inf) <= value.tolerance
                 or self._has_equal_variables(value, report)
             ):
