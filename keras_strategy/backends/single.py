@@ -95,9 +95,14 @@ class SingleReplicaGroup(ComponentGroup):
     def assign_components(self, variable: Any, values: Sequence[Any]) -> None:
         variable.assign(values[0])
 
+    def owns_native(self, variable: Any) -> bool | None:
+        return get_engine().owns_native(variable)
+
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
+        if self.owns_native(variable):
+            return fn(variable, *args, **kwargs)
         device = self._strategy.extended.worker_devices[0]
         component = VariableComponent(variable, variable.value, device)
         args, kwargs = arrays_to_tensors(select_replica((args, kwargs), 0, 1, "update"))

@@ -190,7 +190,8 @@ def in_cross_replica_context() -> bool:
     assert strategy.run(ks.in_cross_replica_context) is False
     ```
     """
-    return current_scope() not in (None, _default) and thread_state.replica is None
+    is_in_scope = current_scope() not in (None, _default)
+    return (is_in_scope or thread_state.is_merging) and thread_state.replica is None
 
 
 def experimental_set_strategy(strategy: "Strategy | None") -> None:

@@ -431,8 +431,12 @@ class Engine(Protocol):
     def native(self, name: str) -> Any:
         """Return tf.distribute's object of that name, or None on other backends."""
 
-    def native_components(self, value: Any) -> tuple[Any, ...] | None:
+    def native_components(self, value: Any, is_mirrored: bool = True) -> Any:
         """Return the components of a native tf.distribute value; None for others."""
+        # Also None for a mirrored variable, unless `is_mirrored`.
+
+    def owns_native(self, variable: Any, native: Any = None) -> bool | None:
+        """Return whether a `tf.Variable` is of `native`; None for anything else."""
 
     def distribute_natively(
         self,

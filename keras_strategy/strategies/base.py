@@ -326,6 +326,7 @@ class Strategy(Reports):
     def _reduce_one(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         if isinstance(value, keras.Variable):
             value = ownership.cross_replica_value(self, "reduce", value)
+        value = ownership.distribute_native(value, is_mirrored=False)
         if isinstance(value, DistributedValues):
             ownership.check_component_count(self._extended.topology, "reduce", value)
             reducing = self._extended.custom_reducer or self._extended.group
@@ -372,6 +373,7 @@ class Strategy(Reports):
         def gather_one(x):
             if isinstance(x, keras.Variable):
                 x = ownership.per_replica_values(self, "gather", x) or x.value
+            x = ownership.distribute_native(x)
             if not isinstance(x, DistributedValues):
                 return x
             ownership.check_component_count(self._extended.topology, "gather", x)
@@ -388,8 +390,8 @@ class Strategy(Reports):
             value: A structure of distributed values and variables.
 
         Returns:
-            A tuple with one element for each local replica; for a value that is not
-            distributed, of only that value.
+            A tuple with one element for each local replica; for a single value that is
+            not distributed, of only that value.
 
         Raises:
             ValueError: If a value is of a strategy with another number of replicas.
@@ -417,10 +419,7 @@ class Strategy(Reports):
             nonlocal replicas
             if isinstance(x, keras.Variable):
                 x = ownership.per_replica_values(self, method, x) or x
-            # Without `:=`, which AutoGraph does not know.
-            components = get_engine().native_components(x)
-            if components is not None:
-                x = PerReplica(components)
+            x = ownership.distribute_native(x)
             if isinstance(x, DistributedValues):
                 ownership.check_component_count(self._extended.topology, method, x)
                 replicas = len(x.values)
@@ -428,7 +427,9 @@ class Strategy(Reports):
 
         value = tree.map_structure(distribute, value)
         if not replicas:
-            return (value,)
+            if not tree.is_nested(value):
+                return (value,)
+            replicas = len(self._extended.topology.local_replicas)
         return tuple(
             select_replica(value, replica, replicas, method)
             for replica in range(replicas)

@@ -208,6 +208,7 @@ class StrategyExtended:
         with strategy.scope():
             if isinstance(value, keras.Variable):
                 value = ownership.cross_replica_value(strategy, "reduce_to", value)
+            value = ownership.distribute_native(value, is_mirrored=False)
             for item in (value, destinations):
                 if isinstance(item, DistributedValues):
                     ownership.check_component_count(self.topology, "reduce_to", item)
@@ -262,6 +263,7 @@ class StrategyExtended:
     def _destination_fn(self, destinations: Any) -> Callable[[Any], Any]:
         """Return the function that copies a reduced value to `destinations`."""
         engine = get_engine()
+        destinations = ownership.distribute_native(destinations)
         if isinstance(destinations, str):
             (device,) = resolve_local_devices([destinations])
             return lambda value: engine.copy_to(value, device)

@@ -19,6 +19,7 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.devices import canonical_device
 from keras_strategy.errors import logger
 from keras_strategy.options import CommunicationOptions, check_communication_options
+from keras_strategy.training.ownership import distribute_native
 from keras_strategy.training.reduction import (
     axes_to_reduce,
     cast_for_sum,
@@ -34,6 +35,7 @@ def destination_devices(destinations: Any) -> list[str | None]:
     """Return the destinations' devices, None where the program decides."""
     if isinstance(destinations, str):
         return [canonical_device(destinations)]
+    destinations = distribute_native(destinations)
     if isinstance(destinations, keras.Variable):
         parts = context.get_strategy().experimental_local_results(destinations)
     elif isinstance(destinations, DistributedValues):

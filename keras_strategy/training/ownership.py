@@ -22,10 +22,11 @@ from keras import ops
 
 from keras_strategy.core import context
 from keras_strategy.core.protocols import Strategy
+from keras_strategy.core.registry import get_engine
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.training.sharding import is_sharded
 from keras_strategy.training.variable_sync import is_sync_on_read
-from keras_strategy.values import DistributedValues, wrong_strategy_error
+from keras_strategy.values import DistributedValues, PerReplica, wrong_strategy_error
 
 
 def strategy_of_variable(variable: Any) -> Any:
@@ -70,6 +71,12 @@ def per_replica_values(
     if owner is not strategy:
         check_component_count(strategy.extended.topology, method, parts)
     return parts
+
+
+def distribute_native(value: Any, is_mirrored: bool = True) -> Any:
+    """Return a native tf.distribute value as a `PerReplica`, all else unchanged."""
+    components = get_engine().native_components(value, is_mirrored)
+    return value if components is None else PerReplica(components)
 
 
 def cross_replica_value(strategy: Strategy, method: str, variable: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.function import trace_type
+from tensorflow.python.distribute.values import MirroredVariable
 from tensorflow.python.eager import context
 
 from keras_strategy.backends.tensorflow import collectives, patches, patches_sharding
@@ -269,9 +270,16 @@ class TensorFlowEngine(Engine):
             return parameter_servers.ParameterServerStrategy
         return operator.attrgetter(name)(tf.distribute)
 
-    def native_components(self, value: Any) -> tuple[Any, ...] | None:
+    def native_components(self, value: Any, is_mirrored: bool = True) -> Any:
         is_native = isinstance(value, tf.distribute.DistributedValues)
-        return tuple(value.values) if is_native else None
+        if is_native and (is_mirrored or not isinstance(value, MirroredVariable)):
+            return tuple(value.values)
+        return None
+
+    def owns_native(self, variable: Any, native: Any = None) -> bool | None:
+        if not isinstance(variable, tf.Variable):
+            return None
+        return getattr(variable, "distribute_strategy", None) is native
 
     def distribute_natively(
         self,

@@ -41,6 +41,7 @@ from keras_strategy.core import context
 from keras_strategy.core.context import ReplicaContext
 from keras_strategy.core.per_replica_attributes import GroupAttributes
 from keras_strategy.core.protocols import Strategy
+from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import RowRange, StepState, row_ranges
 from keras_strategy.core.variable_components import ComponentGroup
 from keras_strategy.devices import ReplicaTopology
@@ -242,9 +243,7 @@ class TensorFlowGroup(ComponentGroup):
                 return result
 
     def owns_native(self, variable: Any) -> bool | None:
-        if not isinstance(variable, tf.Variable):
-            return None
-        return getattr(variable, "distribute_strategy", None) is self.native
+        return get_engine().owns_native(variable, self.native)
 
     def update(
         self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict

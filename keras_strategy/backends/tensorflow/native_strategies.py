@@ -106,6 +106,9 @@ class _VariablesMixin(_Native):
         pairs = [(value, _as_destination(place)) for value, place in pairs]
         return super()._batch_reduce_to(reduce_op, pairs, options)
 
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        return super()._broadcast_to(tensor, _as_destination(destinations))
+
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Any:
@@ -180,6 +183,14 @@ class _MirroredExtended(_VariablesMixin, MirroredExtended):
             devices = (self.parameter_device,) * len(self._devices)
             kwargs["colocate_with"] = types.SimpleNamespace(_devices=devices)
         return super()._create_variable(next_creator, **kwargs)
+
+    def _input_workers_with_options(self, options: Any = None) -> Any:
+        # The native method keeps PER_REPLICA for all later datasets.
+        devices = self._input_workers_devices
+        try:
+            return super()._input_workers_with_options(options)
+        finally:
+            self._input_workers_devices = devices
 
 
 class NativeMultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
