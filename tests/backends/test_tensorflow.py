@@ -196,6 +196,107 @@ def test_native_variables_are_assigned_and_updated_as_natively(two, native):
         np.testing.assert_array_equal(ours, theirs)
 
 
+def locally(strategy, value):
+    """The value of each replica, with lists in the place of tensors."""
+    return tf.nest.map_structure(
+        lambda x: x.numpy().tolist(), strategy.experimental_local_results(value)
+    )
+
+
+# What a mirrored `m` and an on-read `r` are where tf.distribute takes a variable.
+NATIVE_VALUES = {
+    "mean": lambda s, lib, m, r: [s.reduce("MEAN", v, axis=None) for v in (m, r)],
+    "sum": lambda s, lib, m, r: s.reduce("SUM", r, axis=None),
+    "over rows": lambda s, lib, m, r: [
+        s.reduce(op, v, axis=0) for op in ("SUM", "MEAN") for v in (m, r)
+    ],
+    "gather": lambda s, lib, m, r: (s.gather(m, axis=0), s.gather(r, axis=0)),
+    "local": lambda s, lib, m, r: {"m": m, "r": [r]},
+    "argument": lambda s, lib, m, r: s.run(lambda x, y: x + y, (m,), {"y": r}),
+    "all_reduce": lambda s, lib, m, r: s.run(
+        lambda: lib.get_replica_context().all_reduce("SUM", {"m": m, "r": r})
+    ),
+    "all_gather": lambda s, lib, m, r: s.run(
+        lambda: lib.get_replica_context().all_gather(r, axis=0)
+    ),
+    "reduce_to": lambda s, lib, m, r: s.extended.reduce_to("SUM", r, destinations=m),
+    "batch": lambda s, lib, m, r: s.extended.batch_reduce_to(
+        "MEAN", [(r, m), (s.run(tf.ones, ([],)), r)]
+    ),
+    "reduction to": lambda s, lib, m, r: lib.ReductionToOneDevice().reduce(
+        lib.ReduceOp.SUM, s.run(tf.ones, ([],)), destinations=m
+    ),
+    "broadcast": lambda s, lib, m, r: lib.ReductionToOneDevice().broadcast(
+        tf.constant(1.0), destinations=m
+    ),
+    "update": lambda s, lib, m, r: s.extended.update(
+        m, lambda c, x: c.assign_add(x), (m,)
+    ),
+    "update on read": lambda s, lib, m, r: s.extended.update(
+        r, lambda c, x: c.assign(x), (tf.constant([4.0]),), group=False
+    ),
+}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("case", NATIVE_VALUES)
+def test_native_variables_are_values_as_natively(case, replicas, two, native):
+    if replicas == 1:
+        two, native = (
+            ks.OneDeviceStrategy("cpu:1"),
+            tf.distribute.OneDeviceStrategy("CPU:1"),
+        )
+
+    def result(strategy, library):
+        def assign():
+            number = library.get_replica_context().replica_id_in_sync_group
+            on_read.assign([tf.cast(number, "float32") + 1.0])
+
+        with strategy.scope():
+            mirrored = tf.Variable([1.0, 2.0], aggregation=tf.VariableAggregation.MEAN)
+            on_read = tf.Variable(
+                [0.0],
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
+            )
+        strategy.run(assign)
+        value = NATIVE_VALUES[case](strategy, library, mirrored, on_read)
+        return locally(strategy, value), locally(strategy, [mirrored, on_read])
+
+    assert result(two, ks) == result(native, tf.distribute)
+
+
+def test_first_replica_assigns_native_variable(two, native):
+    def values(strategy, library):
+        with strategy.scope():
+            variable = tf.Variable(
+                [0.0, 0.0], aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
+            )
+
+        @tf.function
+        def step():
+            number = library.get_replica_context().replica_id_in_sync_group
+            rows = tf.cast(number, "float32")[None] + 1.0
+            variable.assign_add([1.0, 1.0] + rows)
+            return variable.scatter_max(tf.IndexedSlices(rows * 9.0, tf.constant([1])))
+
+        return locally(strategy, strategy.run(step)), locally(strategy, variable)
+
+    assert values(two, ks) == values(native, tf.distribute)
+
+
+def test_datasets_after_one_for_each_replica(two):
+    dataset = tf.data.Dataset.range(6).batch(4)
+    mode = ks.InputReplicationMode.PER_REPLICA
+    options = ks.InputOptions(
+        experimental_fetch_to_device=False, experimental_replication_mode=mode
+    )
+    each = two.distribute_datasets_from_function(lambda context: dataset, options)
+    assert locally(two, next(iter(each))) == ([0, 1, 2, 3], [0, 1, 2, 3])
+    split = two.experimental_distribute_dataset(dataset)
+    assert [locally(two, x) for x in split] == [([0, 1], [2, 3]), ([4], [5])]
+
+
 def test_update_refuses_native_variables_of_others(two, native):
     with native.scope():
         variable = tf.Variable(1.0)

@@ -283,6 +283,48 @@ def test_context_queries_match_native(api):
     assert not module.has_strategy()
 
 
+def test_merge_call_of_default_context(api):
+    module = api.module
+
+    def merge(strategy, x):
+        assert module.in_cross_replica_context() and not module.has_strategy()
+        assert module.get_replica_context() is None
+        assert strategy is module.get_strategy()
+        return x + 1
+
+    assert module.get_replica_context().merge_call(merge, args=(1,)) == 2
+    assert not module.in_cross_replica_context()
+
+
+LOCAL = {
+    "a number": (lambda a: 3, (3,)),
+    "a structure of constants": (
+        lambda a: {"x": 3, "y": [None]},
+        ({"x": 3, "y": [None]},) * 2,
+    ),
+    "constants of replicas": (
+        lambda a: a.s.run(lambda: {"x": 1.5, "y": ()}),
+        ({"x": 1.5, "y": ()},) * 2,
+    ),
+    "other constants beside tensors": (
+        lambda a: a.s.run(lambda x: (x, {"y": 2}), (a.scalars,)),
+        ((1.0, {"y": 2}), (3.0, {"y": 2})),
+    ),
+    "keys by replica": (
+        lambda a: a.s.run(lambda x: {"x": x, "y": x + 1}, (a.scalars,)),
+        ({"x": 1.0, "y": 2.0}, {"x": 3.0, "y": 4.0}),
+    ),
+    "a tensor": (lambda a: tensor(1.0), (1.0,)),
+    "nothing": (lambda a: [], ([], [])),
+}
+
+
+@pytest.mark.parametrize("case", LOCAL)
+def test_local_results(case, api):
+    question, answer = LOCAL[case]
+    assert plain(api.s.experimental_local_results(question(api))) == answer
+
+
 def test_scope_of_another_strategy(api):
     s = api.s
     calls = (
