@@ -329,6 +329,7 @@ def _row(message: Message) -> tuple[str, ...]:
 # --- docs/tf_distribute.md
 
 RECORD = Path(__file__).with_name("tf_distribute_names.tsv")
+SUITE = Path(__file__).with_name("tf_distribute_suite.tsv")
 FIELDS = ("name", "kind", "parameters")
 SPECIAL = ("__init__", "__enter__", "__iter__", "__next__")
 
@@ -344,11 +345,42 @@ reason of the note, and says what to use.
 The members of a refused class are refused for the same reason. A member that does
 the same as in the base class is listed there alone; the note names the base.
 
-`make pages` writes this page. The tests compare it with the installed TensorFlow, and
+[Evidence](#evidence) shows what TensorFlow's own tests say. `make pages` writes this
+page. The tests compare it with the installed TensorFlow, and
 what it says of a backend with what that does.
 
 {counts}
 """
+
+
+EVIDENCE = """\
+TensorFlow {version}'s own tests of these files of `tensorflow/python/distribute`, run
+on {date} with `keras_strategy` in place of `tf.distribute` on three logical CPUs:
+{methods} methods.
+
+- *pass*: with every strategy of one process that the test names.
+- *fails*: none of the reasons below.
+- *differs*: as [Differences](differences.md#from-tfdistribute) says, or [the list for
+  cluster resolvers](how_your_cluster_is_found.md#where-this-differs-from-tfdistribute).
+- *private*: it uses names of TensorFlow that are not public.
+- *not run*: it needs TensorFlow 1, GPUs, TPUs, several processes or other packages, or
+  native `tf.distribute` fails here, too.
+
+{counts}
+"""
+
+
+def evidence() -> str:
+    """Return the section about TensorFlow's tests, from the record of a run."""
+    with SUITE.open() as file:
+        (version, date, *_), columns, *rows = csv.reader(file, delimiter="\t")
+    totals = [sum(map(int, column)) for column in list(zip(*rows, strict=True))[1:]]
+    return EVIDENCE.format(
+        version=version,
+        date=date,
+        methods=totals[0],
+        counts=table(columns, [*rows, ("all", *totals)]),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -658,9 +690,8 @@ def names_page() -> str:
     listed = [row for row in names if not is_implied(row, by_name)]
     owners = itertools.groupby(listed, lambda row: row["name"].split(".")[0])
     columns = ("Name", *titles, "Note")
-    return join_sections(
-        head, {owner: table(columns, map(_cells, rows)) for owner, rows in owners}
-    )
+    tables = {owner: table(columns, map(_cells, rows)) for owner, rows in owners}
+    return join_sections(head, {"Evidence": evidence().rstrip(), **tables})
 
 
 def _cells(row: dict[str, str]) -> tuple[str, ...]:

@@ -125,6 +125,14 @@ REDUCE = {
         ),
         [[1.0, 0.0, 0.0]] * 2,
     ),
+    "gather depth": (
+        lambda a: a.s.gather(a.per_replica([[[1.0], [2.0]]], [[[3.0], [4.0]]]), axis=2),
+        [[[1.0, 3.0], [2.0, 4.0]]],
+    ),
+    "sum over columns": (
+        lambda a: a.s.reduce("SUM", a.per_replica([[1.0, 2.0]], [[3.0, 4.0]]), axis=1),
+        [10.0],
+    ),
     "gather what is not distributed": (
         lambda a: a.s.gather(tensor([1.0, 2.0]), axis=0),
         [1.0, 2.0],
@@ -159,6 +167,41 @@ RUN = {
     "all_gather": (
         lambda a: lambda: a.rc().all_gather(a.mine, axis=0),
         [[1.0, 2.0, 3.0, 5.0]] * 2,
+    ),
+    "all_gather of a structure": (
+        lambda a: lambda: a.rc().all_gather({"k": a.mine, "l": [a.mine[:1]]}, axis=0),
+        [{"k": [1.0, 2.0, 3.0, 5.0], "l": [[1.0, 3.0]]}] * 2,
+    ),
+    "all_gather of columns": (
+        lambda a: lambda: a.rc().all_gather(a.mine[:, None], axis=1),
+        [[[1.0, 3.0], [2.0, 5.0]]] * 2,
+    ),
+    "all_reduce of whole numbers": (
+        lambda a: lambda: a.rc().all_reduce("SUM", keras.ops.cast(a.mine, "int32")),
+        [[4, 7]] * 2,
+    ),
+    "all_reduce of no rows": (
+        lambda a: lambda: a.rc().all_reduce("SUM", a.mine[:0]),
+        [[]] * 2,
+    ),
+    "values of merge_call": (
+        lambda a: (
+            lambda: a.rc().merge_call(
+                lambda s, v, k: {"v": v, "sum": s.reduce("SUM", k[0], axis=0)},
+                args=(a.mine,),
+                kwargs={"k": [a.mine]},
+            )
+        ),
+        [{"v": [1.0, 2.0], "sum": 11.0}, {"v": [3.0, 5.0], "sum": 11.0}],
+    ),
+    "merge_call twice": (
+        lambda a: (
+            lambda: (
+                a.rc().merge_call(lambda s, v: s.reduce("MEAN", v, axis=0), (a.mine,))
+                + a.rc().merge_call(lambda s: 1.0)
+            )
+        ),
+        [3.75, 3.75],
     ),
     "merge_call": (
         lambda a: (
@@ -215,6 +258,29 @@ def test_arguments_of_run(api):
     assert api.local(whole) == [[2.0, 4.0]] * 2
     with api.s.scope():
         assert api.local(api.s.run(lambda: tensor(1.0))) == [1.0, 1.0]
+    rows = api.s.run(lambda x: api.rc().all_gather(x, axis=0), (api.partial,))
+    assert api.local(rows) == [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 2
+
+
+VALUES = {
+    "arrays": (lambda i: np.float32([i, 1.0]), [[0.0, 1.0], [1.0, 1.0]]),
+    "a tuple": (lambda i: (i, i + 1.0), [(0, 1.0), (1, 2.0)]),
+    "structures": (
+        lambda i: {"x": [tensor(i)], "y": None},
+        [{"x": [0.0], "y": None}, {"x": [1.0], "y": None}],
+    ),
+    "shapes that differ": (lambda i: tensor([1.0] * (i + 1)), [[1.0], [1.0, 1.0]]),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_values_from_function_are_arguments(case, api):
+    make, answer = VALUES[case]
+    values = api.s.experimental_distribute_values_from_function(
+        lambda context: make(context.replica_id_in_sync_group)
+    )
+    assert api.local(values) == answer
+    assert api.local(api.s.run(lambda x: x, (values,))) == answer
 
 
 ASSIGNED = {
@@ -457,6 +523,39 @@ def test_refuses_where_native_fails_accidentally(case, two):
         question(api)
     total = two.run(lambda x: api.rc().all_reduce("SUM", x), (api.scalars,))
     assert api.local(total) == [4.0, 4.0]
+
+
+FIRST, LAST = [[0, 1], [2, 3]], [[4], [5]]
+ITERATION = {
+    "enumerated": (lambda d: [batch for _, batch in enumerate(d)], [FIRST, LAST]),
+    "twice": (lambda d: [*d, *d], [FIRST, LAST] * 2),
+    "two iterators": (
+        lambda d: (lambda i, j: [next(i), next(j), next(i)])(iter(d), iter(d)),
+        [FIRST, FIRST, LAST],
+    ),
+    "an iterator": (lambda d: list(iter(d)), [FIRST, LAST]),
+    "the rest": (lambda d: [list(i) for i in [iter(d)] if next(i)][0], [LAST]),
+    "after the end": (
+        lambda d: [next(i, None) for i in [iter(d)] * 3][2:],
+        [[None, None]],
+    ),
+    "optional": (
+        lambda d: [
+            o.get_value() if o.has_value() else None
+            for o in (i.get_next_as_optional() for i in [iter(d)] * 3)
+        ],
+        [FIRST, LAST, [None, None]],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ITERATION)
+def test_iteration(case, api):
+    tf = pytest.importorskip("tensorflow")
+    read, answer = ITERATION[case]
+    dataset = tf.data.Dataset.range(6).batch(4)
+    batches = read(api.s.experimental_distribute_dataset(dataset))
+    assert [api.local(batch) for batch in batches] == answer
 
 
 def test_value_fn_runs_in_cross_replica_context(two):
