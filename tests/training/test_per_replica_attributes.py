@@ -70,6 +70,15 @@ def fitted(strategy):
     return [*history.history["loss"], *history.history["mae"], *model.get_weights()]
 
 
+@pytest.mark.full(keep_on="torch")
+@pytest.mark.needs_patch(
+    "Layer.__setattr__",
+    "TrackedList.append",
+    "TrackedDict.update",
+    "TrackedOrderedDict.update",
+    "TrackedSet.add",
+    backend="torch",
+)
 def test_layer_attributes_are_per_replica(mirrored):
     one = fitted(None)
     three, again = fitted(mirrored(3)), fitted(mirrored(3))
@@ -95,6 +104,7 @@ class Counter(keras.Model):
         return super().train_step(*args)
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_counter_attribute_counts_batches(mirrored):
     def counted(strategy):
         with scope(strategy):
@@ -205,6 +215,7 @@ def test_trainable_is_switched_in_train_step(mirrored):
     assert len(many.model.trainable_variables) == 0
 
 
+@pytest.mark.needs_patch("Variable.trainable", backend="torch", case="eager")
 @pytest.mark.parametrize("options", [None, EAGER], ids=["compiled", "eager"])
 def test_replicas_find_variables_trainable(options, two):
     with two.scope():
