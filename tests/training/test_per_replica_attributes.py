@@ -70,6 +70,10 @@ def fitted(strategy):
     return [*history.history["loss"], *history.history["mae"], *model.get_weights()]
 
 
+@pytest.mark.full(keep_on="torch")
+@pytest.mark.needs_patch(
+    "Layer.__setattr__", "keras_patches.layers Layer.add_loss", backend="torch"
+)
 def test_layer_attributes_are_per_replica(mirrored, audit_mode):
     audit_mode("off")  # or it would run whole if they were not
     one = fitted(None)
@@ -96,6 +100,7 @@ class Counter(keras.Model):
         return super().train_step(*args)
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_counter_attribute_counts_batches(mirrored):
     def counted(strategy):
         with scope(strategy):
@@ -176,6 +181,7 @@ class Listed(keras.metrics.Mean):
         return super().update_state(*args, **kwargs)
 
 
+@pytest.mark.needs_patch("Metric.__init__", backend="torch")
 def test_lists_of_metrics_stay_per_replica(two):
     with two.scope():
         metric = Listed()
@@ -233,6 +239,7 @@ def test_trainable_is_switched_in_train_step(mirrored):
     assert len(many.model.trainable_variables) == 0
 
 
+@pytest.mark.needs_patch("Variable.trainable", backend="torch", case="eager")
 @pytest.mark.parametrize("options", [None, EAGER], ids=["compiled", "eager"])
 def test_replicas_find_variables_trainable(options, two):
     with two.scope():
