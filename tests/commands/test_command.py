@@ -100,6 +100,7 @@ def test_info_lists_versions_and_devices(capsys, monkeypatch):
     assert "torchrun: no" in out
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("level", [None, "0"])
 def test_info_hides_start_up_lines_of_tensorflow(level, monkeypatch):
     """Unless the user has set their level."""

@@ -28,6 +28,7 @@ def test_info_as_json(capsys, monkeypatch):
     assert any("torchrun: no" in line for line in told["cluster"]["looked_for"])
 
 
+@pytest.mark.full
 def test_doctor_of_healthy_machine(capsys, monkeypatch):
     """On the backend with the fastest import: four processes import it."""
     there = importlib.util.find_spec("jax") is not None
@@ -122,6 +123,7 @@ def test_doctor_reports_port_in_use(monkeypatch):
         )
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("trial", [doctor.replicas, doctor.workers])
 def test_doctor_program_times_out(trial):
     wrong(trial(0), "no result within 0 s", "--timeout-seconds")

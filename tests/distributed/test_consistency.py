@@ -37,6 +37,7 @@ ALIKE = {
 }
 
 
+@pytest.mark.full(keep_on="torch")
 def test_differing_fit_arguments_are_reported(two_workers):
     pytest.importorskip("pandas")
     for result in two_workers.run(jobs.fits_that_differ):
@@ -54,6 +55,7 @@ DRIFTS = {
 }
 
 
+@pytest.mark.full(keep_on="jax")
 def test_diverging_weights_are_reported(two_workers, tmp_path):
     for results in two_workers.run(jobs.drifts, str(tmp_path)):
         assert results.keys() == DRIFTS.keys()
@@ -65,6 +67,7 @@ def test_diverging_weights_are_reported(two_workers, tmp_path):
             assert (epochs, asked) == ("[0, 1]", ends)
 
 
+@pytest.mark.full(keep_on="torch")
 def test_deadlock_is_reported(starter):
     with WorkerRunner(2, timeout_seconds=110, starter=starter) as runner:
         runner.start(jobs.chief_predicts_alone)

@@ -28,6 +28,7 @@ def results(in_turns, tmp_path_factory):
     return in_turns(**calls)[0]
 
 
+@pytest.mark.full(keep_on="torch")
 def test_shared_datasets_are_split(results):
     pytest.importorskip("tensorflow")
     pytest.importorskip("torch")
@@ -57,6 +58,7 @@ def test_read_error_of_one_worker_reaches_all(results):
         assert "the disk is gone" in said
 
 
+@pytest.mark.full(keep_on="jax")
 def test_worker_reads_local_rows_of_loader(results):
     """29 rows by 8, whose last 5 are 3 and 2; each computes all of these on JAX."""
     pytest.importorskip("torch")

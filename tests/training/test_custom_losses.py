@@ -1,6 +1,7 @@
 """Losses of a user's own, of which it is not known what they do with the rows."""
 
 import keras
+import pytest
 from keras import layers, ops
 
 from tests.equality import models
@@ -20,6 +21,8 @@ class Pairs(keras.losses.Loss):
         return ops.mean(ops.square(between[0] - between[1]))
 
 
+@pytest.mark.full(keep_on="torch")
+@pytest.mark.needs_patch("keras.src.trainers.compile_utils.get_loss", backend="torch")
 def test_loss_with_custom_call_equals_one_device(mirrored):
     def make():
         inputs = keras.Input((models.FEATURES,))
@@ -46,6 +49,7 @@ class Adding(layers.Layer):
         return x + 0.0 * noise
 
 
+@pytest.mark.full(keep_on="torch")
 def test_added_sum_warns_and_equals_one_device(two, caplog):
     def trained(strategy, mean):
         def make():
@@ -83,6 +87,8 @@ class Own(layers.Layer):
         return x
 
 
+@pytest.mark.full(keep_on="jax")
+@pytest.mark.needs_patch("Layer.activity_regularizer", backend="torch")
 def test_activity_regularizers_equal_one_device(mirrored, caplog):
     def make():
         regularized = (
@@ -128,6 +134,9 @@ def layers_with_reused_losses():
     return LossByBatchSize(*constants), LossByBatchSize(*reversed(constants))
 
 
+@pytest.mark.needs_patch(
+    "backends.threads.patches StatelessScope.__exit__", backend="jax"
+)
 def test_added_losses_count_when_a_step_is_traced_again(mirrored):
     with mirrored(1).scope():
         dense = layers.Dense(1, kernel_initializer="zeros")
@@ -138,6 +147,7 @@ def test_added_losses_count_when_a_step_is_traced_again(mirrored):
     assert history["loss"] == [3.0]
 
 
+@pytest.mark.needs_patch("backends.threads.patches Layer.add_loss", backend="torch")
 def test_added_losses_of_two_models_count_in_every_run(mirrored):
     strategy = mirrored(2)
     with strategy.scope():
