@@ -345,9 +345,9 @@ reason of the note, and says what to use.
 The members of a refused class are refused for the same reason. A member that does
 the same as in the base class is listed there alone; the note names the base.
 
-[Evidence](#evidence) shows what TensorFlow's own tests say. `make pages` writes this
-page. The tests compare it with the installed TensorFlow, and
-what it says of a backend with what that does.
+[Evidence](#evidence) counts TensorFlow's own tests. `make pages` writes this page. The
+tests compare it with the installed TensorFlow, and what it says of a backend with what
+that does.
 
 {counts}
 """
@@ -362,7 +362,8 @@ on {date} with `keras_strategy` in place of `tf.distribute` on three logical CPU
 - *fails*: none of the reasons below.
 - *differs*: as [Differences](differences.md#from-tfdistribute) says, or [the list for
   cluster resolvers](how_your_cluster_is_found.md#where-this-differs-from-tfdistribute).
-- *private*: it uses names of TensorFlow that are not public.
+- *private*: it uses names of TensorFlow that are not public. A test counts if a public
+  name could stand for them, as `run` does for `call_for_each_replica`.
 - *not run*: it needs TensorFlow 1, GPUs, TPUs, several processes or other packages, or
   native `tf.distribute` fails here, too.
 
