@@ -166,7 +166,8 @@ class ContainerContents:
 
     def read(self) -> Any:
         parts = _parts_of(self.owner)
-        if parts and isinstance(parts[-1], DifferingAttribute):
+        # Not `isinstance`, which raises for a dead weak reference.
+        if parts and type(parts[-1]) is DifferingAttribute:
             return parts[-1]
         return self._kind(self.owner)
 
@@ -177,7 +178,7 @@ class ContainerContents:
         old, new = _parts_of(before), _parts_of(self.owner)
         if len(old) == len(new) and all(map(operator.is_, old, new)):
             return False
-        return not any(isinstance(part, _SHARED) for part in new)
+        return not any(issubclass(type(part), _SHARED) for part in new)
 
     def write(self, value: Any) -> None:
         kind = self._kind
@@ -223,7 +224,7 @@ def _find_containers(strategy: Any) -> list[ContainerContents]:
 
 
 def _add_containers(value: Any, found: list[ContainerContents]) -> None:
-    if isinstance(value, list | dict | set) and hasattr(value, "tracker"):
+    if issubclass(type(value), list | dict | set) and hasattr(value, "tracker"):
         found.append(ContainerContents(value))
         for part in value.values() if isinstance(value, dict) else value:
             _add_containers(part, found)
