@@ -47,7 +47,7 @@ _ENTRY = re.compile(r"^\s+\**(\w+)(?: \([^)]*\))?: (.*)$")
 _CODE_SPAN = re.compile(r"`([^`\n]+)`")
 _MODULE = re.compile(r"(?<![\w./-])keras_strategy(?:\.\w+)+")
 _PATH = re.compile(
-    r"(?<![\w./-])(?:(?:keras_strategy|tests|tools|benchmarks)/[\w./]*[\w/]"
+    r"(?<![\w./-])(?:(?:keras_strategy|tests|tools|benchmarks|conformance)/[\w./]*[\w/]"
     r"|examples/\w+\.py)"
 )
 _PUBLIC = re.compile(r"(?<![\w.])ks((?:\.\w+)+)")

@@ -20,11 +20,11 @@ if keras.backend.backend() != "jax":
 import jax
 
 from benchmarks.memory import collectives
+from conformance.equality.compare import largest, scope
 from keras_strategy.backends.jax import patches_data
 from keras_strategy.backends.jax.state import assemble_locally
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.values import PerReplica
-from tests.equality.compare import largest, scope
 
 X = np.random.default_rng(0).normal(size=(21, 6)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(21, 1)).astype("float32")

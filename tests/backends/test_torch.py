@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
+from conformance.equality.compare import largest, scope
 from keras_strategy.errors import KerasVersionError
-from tests.equality.compare import largest, scope
 
 torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":

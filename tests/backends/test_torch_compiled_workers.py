@@ -3,8 +3,8 @@
 import keras
 import pytest
 
+from conformance.equality.compare import largest
 from keras_strategy.testing import WorkerRunner
-from tests.equality.compare import largest
 
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)

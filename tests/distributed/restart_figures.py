@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from conformance.equality.compare import largest
 from keras_strategy.testing import WorkerRunner
 from tests.distributed import resume_jobs
-from tests.equality.compare import largest
 from tests.testing.warm_starter import WarmStarter
 
 BACKENDS = ("jax", "torch", "tensorflow")

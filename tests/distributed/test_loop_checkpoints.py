@@ -4,9 +4,9 @@ import keras
 import pytest
 
 import keras_strategy as ks
+from conformance.equality.compare import largest
 from keras_strategy.testing import WorkerRunner
 from tests.distributed import loop_jobs
-from tests.equality.compare import largest
 
 
 def check_same_bits(uninterrupted, stopped, resumed):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
+from conformance.equality.compare import largest
 from keras_strategy.testing import WorkerRunner
 from tests.distributed import preemption_jobs
-from tests.equality.compare import largest
 
 KINDS = [False, *([True] if keras.backend.backend() == "tensorflow" else [])]
 

@@ -11,9 +11,9 @@ import keras
 import numpy as np
 import pytest
 
+from conformance.equality.compare import largest
 from keras_strategy.testing import WorkerRunner
 from tests.distributed import resume_jobs
-from tests.equality.compare import largest
 
 
 @pytest.fixture(scope="module")

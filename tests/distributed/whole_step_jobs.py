@@ -6,11 +6,11 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
+from conformance.equality import models
+from conformance.equality.compare import scope, train
 from keras_strategy.audit.policy import kinds_that_run_whole
 from tests.audit.whole_programs import PROGRAMS
 from tests.distributed.local_rows_jobs import UNEQUAL, joined, of_workers, own_of
-from tests.equality import models
-from tests.equality.compare import scope, train
 
 BACKEND = keras.backend.backend()
 # JAX splits no step of `fit` without virtual replicas.

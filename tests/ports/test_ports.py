@@ -6,8 +6,7 @@ import importlib.util
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.testing import WorkerRunner
-from tests.ports import (
+from conformance.ports import (
     clients,
     data,
     keras_hub_models,
@@ -20,7 +19,8 @@ from tests.ports import (
     keras_io_supervised,
     parameter_servers,
 )
-from tests.ports.port import BACKEND, TOLERANCES, Port, differences
+from conformance.ports.port import BACKEND, TOLERANCES, Port, differences
+from keras_strategy.testing import WorkerRunner
 
 pytestmark = pytest.mark.full
 
@@ -38,7 +38,7 @@ FILES = [
     data,
 ]
 if importlib.util.find_spec("tensorflow"):
-    from tests.ports import tf_distribute, tf_distribute_programs
+    from conformance.ports import tf_distribute, tf_distribute_programs
 
     FILES += tf_distribute, tf_distribute_programs
 PORTS = {

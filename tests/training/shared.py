@@ -5,8 +5,8 @@ from typing import Any
 
 import keras
 
+from conformance.equality.compare import Trained, assert_equal, scope, train
 from keras_strategy.training.ownership import strategy_of_model
-from tests.equality.compare import Trained, assert_equal, scope, train
 
 
 def alone(make: Callable[[], keras.Model], x: Any, y: Any, **options: Any) -> Trained:

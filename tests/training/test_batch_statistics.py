@@ -9,8 +9,14 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from tests.equality import models
-from tests.equality.compare import assert_equal, largest, replicas_apart, scope, train
+from conformance.equality import models
+from conformance.equality.compare import (
+    assert_equal,
+    largest,
+    replicas_apart,
+    scope,
+    train,
+)
 from tests.training.shared import alone, logged
 
 RANDOM = np.random.RandomState(0)

@@ -4,8 +4,8 @@ import keras
 import pytest
 from keras import layers, ops
 
-from tests.equality import models
-from tests.equality.compare import assert_equal, scope, train
+from conformance.equality import models
+from conformance.equality.compare import assert_equal, scope, train
 from tests.training.shared import alone, logged
 
 BACKEND = keras.backend.backend()

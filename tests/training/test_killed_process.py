@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conformance.equality.compare import largest
 from keras_strategy.testing import WorkerRunner
-from tests.equality.compare import largest
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.full

@@ -8,8 +8,8 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
-from tests.equality import models
-from tests.equality.compare import assert_equal, train
+from conformance.equality import models
+from conformance.equality.compare import assert_equal, train
 from tests.training.shared import alone, logged
 from tests.training.test_custom_train_steps import OwnSteps
 

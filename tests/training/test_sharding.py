@@ -11,12 +11,12 @@ import pytest
 from keras import layers
 
 import keras_strategy as ks
+from conformance.equality.__main__ import mirrored, run
+from conformance.equality.cases import Case, optimizer
+from conformance.equality.compare import assert_equal, train
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
 from keras_strategy.training.sharding import ShardSpec, dimension_to_shard
-from tests.equality.__main__ import mirrored, run
-from tests.equality.cases import Case, optimizer
-from tests.equality.compare import assert_equal, train
 from tests.training.shared import alone
 
 MODES = [
