@@ -139,7 +139,7 @@ def _found(module: str) -> list[str]:
 def starter():
     """Starts workers that have Keras and the engine imported."""
     # `keras.utils.set_random_seed` imports TensorFlow on every backend, for seconds.
-    with WarmStarter(["tools.quick_keras", *_found("tensorflow")]) as starter:
+    with WarmStarter(["tools.quick_keras", "pytest", *_found("tensorflow")]) as starter:
         yield starter
 
 
