@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import keras
 
 import keras_strategy as ks
+from conformance.compare import Trained, differences, train
 from conformance.equality.cases import Case, all_cases, random
-from conformance.equality.compare import Trained, differences, train
 from keras_strategy.core.registry import get_engine
 
 BATCH = 8

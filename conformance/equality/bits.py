@@ -16,9 +16,9 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
+from conformance.compare import Trained
 from conformance.equality.__main__ import run
 from conformance.equality.cases import Case, all_cases
-from conformance.equality.compare import Trained
 from conformance.equality.workers import train_with_processes
 
 ROWS = 21  # the last batch of 8 has 5 rows

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import keras_strategy as ks
+from conformance.compare import Trained
 from conformance.equality.__main__ import run
 from conformance.equality.cases import Case, all_cases
-from conformance.equality.compare import Trained
 from keras_strategy.testing import WorkerRunner
 
 # A trained row by its name and its number of rows, or the error that it raised.

@@ -5,7 +5,7 @@ import numpy as np
 from keras import layers, ops
 
 import keras_strategy as ks
-from conformance.equality.compare import scope
+from conformance.compare import scope
 from conformance.ports.port import BACKEND, Outcome, fitted, folder, port, vectors
 
 ROWS = 21  # by batches of 8 the last one has 5

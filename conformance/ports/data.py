@@ -10,7 +10,7 @@ import numpy as np
 from keras import layers
 
 import keras_strategy as ks
-from conformance.equality.compare import scope
+from conformance.compare import scope
 from conformance.ports.port import Outcome, folder, port, vectors
 
 ROWS, BATCH = 27, 12  # of one device, and of all workers together

@@ -5,7 +5,7 @@ import numpy as np
 from keras import layers, ops
 
 import keras_strategy as ks
-from conformance.equality.compare import scope
+from conformance.compare import scope
 from conformance.ports.keras_io_supervised import encoder_of
 from conformance.ports.port import (
     PURE,

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from conformance.equality.compare import scope
+from conformance.compare import scope
 from conformance.ports.keras_io_generative import (
     EXAMPLES,
     IMAGES,

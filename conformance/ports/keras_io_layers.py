@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from conformance.equality.compare import scope
+from conformance.compare import scope
 from conformance.ports.keras_io_steps import GUIDES, ROWS, X, Y, mlp
 from conformance.ports.port import Outcome, fitted, port, stepped
 

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import pytest
 
-from conformance.equality.compare import LOGS, WEIGHTS, largest, scope, train
+from conformance.compare import LOGS, WEIGHTS, largest, scope, train
 
 BACKEND = keras.backend.backend()
 PURE = {"jax": "its step has side effects, which Keras does not support on JAX"}

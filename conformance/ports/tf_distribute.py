@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_strategy as ks
-from conformance.equality.compare import scope
+from conformance.compare import scope
 from conformance.ports.port import BACKEND, Outcome, digits, folder, port
 
 TUTORIALS = "tensorflow/docs: site/en/tutorials/distribute"

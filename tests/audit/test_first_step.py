@@ -12,8 +12,8 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
-from conformance.equality import models
-from conformance.equality.compare import assert_equal, largest, scope, train
+from conformance import models
+from conformance.compare import assert_equal, largest, scope, train
 from keras_strategy.audit import policy
 from keras_strategy.audit.policy import kinds_that_run_whole
 from tests.training.shared import alone

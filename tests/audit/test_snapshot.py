@@ -12,7 +12,7 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
-from conformance.equality import models
+from conformance import models
 from keras_strategy.audit.snapshot import Snapshot, find_objects, find_user_code
 
 BACKEND = keras.backend.backend()

@@ -9,7 +9,7 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
-from conformance.equality import models
+from conformance import models
 from keras_strategy.audit.comparison import find_metric
 from keras_strategy.audit.report import ComparedValue
 from keras_strategy.audit.step import StepAudit

@@ -7,8 +7,8 @@ import pytest
 from keras import layers
 
 import keras_strategy as ks
-from conformance.equality import models
-from conformance.equality.compare import assert_equal, largest, scope, train
+from conformance import models
+from conformance.compare import assert_equal, largest, scope, train
 from keras_strategy.audit import policy
 from keras_strategy.audit.policy import kinds_that_run_whole
 from tests.audit.whole_programs import (

@@ -20,7 +20,7 @@ if keras.backend.backend() != "jax":
 import jax
 
 from benchmarks.memory import collectives
-from conformance.equality.compare import largest, scope
+from conformance.compare import largest, scope
 from keras_strategy.backends.jax import patches_data
 from keras_strategy.backends.jax.state import assemble_locally
 from keras_strategy.keras_patches.internals import stored_value

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from conformance.equality.compare import largest, scope
+from conformance.compare import largest, scope
 from keras_strategy.errors import KerasVersionError
 
 torch = pytest.importorskip("torch")

@@ -8,7 +8,7 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from conformance.equality.compare import largest, scope
+from conformance.compare import largest, scope
 
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)

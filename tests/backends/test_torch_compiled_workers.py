@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import keras_strategy as ks
-from conformance.equality.compare import largest
+from conformance.compare import largest
 from keras_strategy.testing import WorkerRunner
 
 X = np.random.RandomState(0).randn(9, 6).astype("float32")

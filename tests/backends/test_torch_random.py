@@ -11,7 +11,7 @@ if keras.backend.backend() != "torch":
 import torch
 
 import keras_strategy as ks
-from conformance.equality.compare import scope
+from conformance.compare import scope
 from keras_strategy.backends.torch import random
 from keras_strategy.testing import WorkerRunner
 

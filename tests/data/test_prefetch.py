@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from conformance.equality.compare import largest, scope
+from conformance.compare import largest, scope
 from keras_strategy.data.sources import (
     Prefetcher,
     prefetch_disabled,

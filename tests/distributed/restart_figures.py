@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.equality.compare import largest
+from conformance.compare import largest
 from keras_strategy.testing import WorkerRunner
 from tests.distributed import resume_jobs
 from tests.testing.warm_starter import WarmStarter

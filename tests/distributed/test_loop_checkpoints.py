@@ -8,7 +8,7 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from conformance.equality.compare import largest
+from conformance.compare import largest
 from keras_strategy.testing import WorkerRunner
 from tests.distributed.jobs import digits
 

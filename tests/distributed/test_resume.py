@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 
-from conformance.equality.compare import largest
+from conformance.compare import largest
 from keras_strategy.testing import WorkerRunner
 from tests.distributed import resume_jobs
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from conformance.equality import models
-from conformance.equality.compare import scope, train
+from conformance import models
+from conformance.compare import scope, train
 from keras_strategy.audit.policy import kinds_that_run_whole
 from keras_strategy.core.registry import get_engine
 from tests.audit.whole_programs import PROGRAMS

@@ -8,7 +8,7 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from conformance.equality.compare import assert_equal, scope, train
+from conformance.compare import assert_equal, scope, train
 from keras_strategy.commands.cli import main
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError

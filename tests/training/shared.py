@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from conformance.equality.compare import Trained, assert_equal, scope, train
+from conformance.compare import Trained, assert_equal, scope, train
 from keras_strategy.training.ownership import strategy_of_model
 
 

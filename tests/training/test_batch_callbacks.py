@@ -8,7 +8,7 @@ import pytest
 from keras import callbacks
 
 import keras_strategy as ks
-from conformance.equality.compare import scope
+from conformance.compare import scope
 from keras_strategy.training.callbacks import LogFreeCallback
 
 X, Y = np.ones((12, 3), "float32"), np.ones((12, 1), "float32")

@@ -9,8 +9,8 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from conformance.equality import models
-from conformance.equality.compare import (
+from conformance import models
+from conformance.compare import (
     assert_equal,
     largest,
     replicas_apart,

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from conformance.equality.compare import largest, scope
+from conformance.compare import largest, scope
 from tests.training.shared import SharedModels
 
 X = np.random.RandomState(0).randn(13, 3).astype("float32")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from conformance.equality.compare import WEIGHTS, assert_equal, train
+from conformance.compare import WEIGHTS, assert_equal, train
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(37, 6)).astype("float32")

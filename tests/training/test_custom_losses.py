@@ -4,8 +4,8 @@ import keras
 import pytest
 from keras import layers, ops
 
-from conformance.equality import models
-from conformance.equality.compare import assert_equal, scope, train
+from conformance import models
+from conformance.compare import assert_equal, scope, train
 from tests.training.shared import alone, logged
 
 BACKEND = keras.backend.backend()

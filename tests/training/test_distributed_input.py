@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from conformance.equality.compare import largest, scope
+from conformance.compare import largest, scope
 from keras_strategy.training.ownership import strategy_of_model
 from tests.training.shared import SharedModels
 

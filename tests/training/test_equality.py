@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from conformance.equality.compare import (
+from conformance.compare import (
     LOGS,
     WEIGHTS,
     assert_equal,
@@ -15,7 +15,7 @@ from conformance.equality.compare import (
     scope,
     train,
 )
-from conformance.equality.models import regression
+from conformance.models import regression
 from tests.training.shared import alone
 
 CLASSES = 3

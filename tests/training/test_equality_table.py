@@ -6,9 +6,9 @@
 import keras
 import pytest
 
+from conformance.compare import assert_equal
 from conformance.equality.__main__ import mirrored, run
 from conformance.equality.cases import all_cases, execution, layer, own
-from conformance.equality.compare import assert_equal
 
 pytestmark = pytest.mark.full(keep=6)
 

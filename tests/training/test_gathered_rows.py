@@ -8,8 +8,8 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from conformance.equality import models
-from conformance.equality.compare import assert_equal, scope, train
+from conformance import models
+from conformance.compare import assert_equal, scope, train
 from tests.training.shared import alone, logged
 
 BACKEND = keras.backend.backend()

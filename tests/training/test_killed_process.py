@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conformance.equality.compare import largest
+from conformance.compare import largest
 from keras_strategy.testing import WorkerRunner
 from tests.processes import wait_until
 

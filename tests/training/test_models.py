@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from conformance.equality.compare import WEIGHTS, assert_equal, largest, scope, train
+from conformance.compare import WEIGHTS, assert_equal, largest, scope, train
 from tests.training.shared import alone
 
 # By batches of 8 the last one has a row for the first replica alone.

@@ -8,8 +8,8 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
-from conformance.equality import models
-from conformance.equality.compare import assert_equal, train
+from conformance import models
+from conformance.compare import assert_equal, train
 from tests.training.shared import alone, logged
 from tests.training.test_custom_train_steps import OwnSteps
 

@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
-from conformance.equality.compare import assert_equal, largest, scope, train
+from conformance.compare import assert_equal, largest, scope, train
 
 BACKEND = keras.backend.backend()
 RANDOM = np.random.RandomState(3)

@@ -8,7 +8,7 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from conformance.equality.compare import largest
+from conformance.compare import largest
 
 BACKEND = keras.backend.backend()
 ROWS, BATCH, FEATURES = 21, 8, 8

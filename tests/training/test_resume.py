@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from conformance.equality.compare import largest
+from conformance.compare import largest
 from keras_strategy.keras_patches.dataset_state import state_of_this_worker
 from keras_strategy.training.checkpoint import BackupFolder
 from keras_strategy.training.resume import (

@@ -11,9 +11,9 @@ import pytest
 from keras import layers
 
 import keras_strategy as ks
+from conformance.compare import assert_equal, train
 from conformance.equality.__main__ import mirrored, run
 from conformance.equality.cases import Case, optimizer
-from conformance.equality.compare import assert_equal, train
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
 from keras_strategy.training.sharding import ShardSpec, dimension_to_shard

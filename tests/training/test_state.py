@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from conformance.equality import models
-from conformance.equality.compare import assert_equal, scope, train
+from conformance import models
+from conformance.compare import assert_equal, scope, train
 from tests.training.shared import alone
 
 BACKEND = keras.backend.backend()

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from conformance.equality.compare import LOGS, WEIGHTS, largest, scope
+from conformance.compare import LOGS, WEIGHTS, largest, scope
 
 pytestmark = pytest.mark.full(keep=1)
 

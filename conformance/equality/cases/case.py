@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from conformance.equality import models
-from conformance.equality.compare import LOGS, WEIGHTS
+from conformance import models
+from conformance.compare import LOGS, WEIGHTS
 
 # Rounding in half floats differs by more when the rows are only reordered. Predictions
 # are half floats themselves: one unit in the last place, for values from 1 to 2.

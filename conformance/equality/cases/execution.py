@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import keras
 
-from conformance.equality import models
+from conformance import models
 from conformance.equality.cases.case import Case
-from conformance.equality.models import compiled
+from conformance.models import compiled
 from keras_strategy.core.context import has_strategy
 
 

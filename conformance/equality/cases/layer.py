@@ -7,9 +7,9 @@ import numpy as np
 from keras import layers, optimizers
 
 import keras_strategy as ks
-from conformance.equality import models
+from conformance import models
 from conformance.equality.cases.case import Case
-from conformance.equality.models import compiled, mlp
+from conformance.models import compiled, mlp
 
 
 def cases() -> Iterator[Case]:
@@ -79,7 +79,7 @@ def cases() -> Iterator[Case]:
         "SpectralNormalization",
         lambda: compiled(mlp(lambda: layers.SpectralNormalization(layers.Dense(8)))),
     )
-    yield Case("LoRA", _lora)
+    yield Case("LoRA", lambda: compiled(models.with_lora()))
     yield Case(
         "Embedding (sparse gradients on TensorFlow)",
         lambda: compiled(
@@ -157,7 +157,7 @@ def _adapted_discretization():
 
 def _strings(rows):
     x, y = models.words(rows)
-    names = np.array(["none", "one", "two", "three", "four"])[x]
+    names = np.array(["none", "one", "two", "three", "four", "five", "six"])[x]
     # Keras takes no arrays of strings, but TensorFlow's tensors of them.
     return keras.ops.convert_to_tensor(names, dtype="string"), y
 
@@ -173,9 +173,3 @@ def _of_strings():
             layers.Dense(models.CLASSES),
         ]
     )
-
-
-def _lora():
-    model = mlp(lambda: layers.Dense(8))
-    model.layers[1].enable_lora(2)
-    return compiled(model)

@@ -4,15 +4,31 @@ import functools
 from collections.abc import Iterator
 
 import keras
-import numpy as np
-from keras import layers, losses, optimizers
+from keras import layers, losses, ops, optimizers
 
-from conformance.equality import models
+from conformance import models
 from conformance.equality.cases.case import Case, shipped
-from conformance.equality.models import compiled, mlp
+from conformance.models import compiled, mlp
 
 # CTC has data of its own. The others compare the rows of a batch with each other.
 _APART = {"CTC", "Circle", "Dice", "Tversky"}
+
+
+class OwnReduction(keras.Model):
+    """A model whose own `compute_loss` reduces what a loss left unreduced."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+        self.each = keras.losses.MeanSquaredError(reduction="none")
+
+    def call(self, x):
+        return self.body(x)
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        return ops.mean(self.each(y, y_pred))
 
 
 def each() -> Iterator[Case]:
@@ -36,7 +52,7 @@ def each() -> Iterator[Case]:
                 ),
                 loss=cls(),
             ),
-            data=_one_hot,
+            data=models.one_hot,
         )
     yield Case(
         "loss Circle, which compares rows",
@@ -48,7 +64,7 @@ def each() -> Iterator[Case]:
         lambda: compiled(
             models.sequences(layers.Embedding(models.WORDS, 4)), loss=losses.CTC()
         ),
-        data=_labels,
+        data=models.labels,
     )
 
 
@@ -60,17 +76,6 @@ def _targets(classes, rows):
     whole = {n for n in names if n.startswith("Sparse")}
     whole.add("CategoricalGeneralizedCrossEntropy")
     return x, {name: y if name in whole else one_hot for name in names}
-
-
-def _one_hot(rows):
-    x, y = models.classes(rows)
-    return x, keras.utils.to_categorical(y, models.CLASSES)
-
-
-def _labels(rows):
-    x, y = models.words(rows)
-    # The class 0 stands for none.
-    return x, np.maximum(y[:, :2], 1)
 
 
 def cases() -> Iterator[Case]:
@@ -90,11 +95,11 @@ def cases() -> Iterator[Case]:
         )
     yield Case(
         "reduction none, reduced in compute_loss",
-        lambda: compiled(models.OwnReduction(), loss=None),
+        lambda: compiled(OwnReduction(), loss=None),
     )
     yield Case(
         "loss function that returns a scalar",
-        lambda: compiled(loss=lambda t, p: keras.ops.mean(keras.ops.abs(t - p))),
+        lambda: compiled(loss=lambda t, p: ops.mean(ops.abs(t - p))),
     )
     yield Case(
         "several outputs with loss weights",
@@ -103,7 +108,7 @@ def cases() -> Iterator[Case]:
             loss={"p": "mse", "q": "mae"},
             loss_weights={"p": 1.0, "q": 0.5},
         ),
-        data=_for_two_outputs,
+        data=models.two_targets,
     )
     yield Case(
         "class weights",
@@ -116,11 +121,11 @@ def cases() -> Iterator[Case]:
     )
     yield Case(
         "scalar loss function of the batch as a whole, sample weights",
-        lambda: compiled(loss=_disagreement),
+        lambda: compiled(loss=models.concordance_loss),
         fit=weighted,
     )
     yield from _masks()
-    yield Case("add_loss", lambda: compiled(mlp(models.AddedLoss)))
+    yield Case("add_loss", lambda: compiled(mlp(models.AddLoss)))
     yield Case(
         "activity regularizer",
         lambda: compiled(mlp(lambda: layers.Dense(8, activity_regularizer="l2"))),
@@ -131,15 +136,6 @@ def cases() -> Iterator[Case]:
             mlp(lambda: layers.Dense(8, kernel_regularizer="l1", bias_regularizer="l2"))
         ),
     )
-
-
-def _disagreement(y_true, y_pred):
-    """1 minus the concordance of all rows: no mean of anything that a row has."""
-    ops = keras.ops
-    mean_true, mean_pred = ops.mean(y_true), ops.mean(y_pred)
-    shared = ops.mean((y_true - mean_true) * (y_pred - mean_pred))
-    apart = ops.square(mean_true - mean_pred)
-    return 1 - 2 * shared / (ops.var(y_true) + ops.var(y_pred) + apart + 0.1)
 
 
 def _masks() -> Iterator[Case]:
@@ -182,8 +178,3 @@ def _masks() -> Iterator[Case]:
         lambda: compiled(models.masked_steps()),
         data=models.steps,
     )
-
-
-def _for_two_outputs(rows):
-    x, y = models.regression(rows)
-    return x, {"p": y, "q": y * 3}

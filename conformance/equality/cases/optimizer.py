@@ -7,9 +7,9 @@ from typing import Any
 import keras
 from keras import layers, optimizers
 
-from conformance.equality import models
+from conformance import models
 from conformance.equality.cases.case import BFLOAT16, FLOAT16, Case, shipped
-from conformance.equality.models import compiled, mlp
+from conformance.models import compiled, mlp
 
 # These are made of other optimizers.
 _OF_OTHERS = {"LossScaleOptimizer", "MultiOptimizer"}

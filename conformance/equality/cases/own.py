@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import keras
 from keras import layers, ops
 
-from conformance.equality import models
+from conformance import models
 from conformance.equality.cases.case import Case
-from conformance.equality.models import compiled, mlp
+from conformance.models import compiled, mlp
 
 
 class Summing(layers.Layer):
@@ -89,12 +89,6 @@ class Derived(keras.Model):
         return {**logs, "auc": self.area.result(), "root": ops.sqrt(error) / 2}
 
 
-def labels(rows):
-    """Return rows with a target that is 0 or 1."""
-    x, y = models.regression(rows)
-    return x, (y > 0).astype("float32")
-
-
 def foreign() -> keras.Model:
     """Return a model with a module of torch in the middle."""
     # Not imported at the top: the table knows no backend.
@@ -115,7 +109,7 @@ def cases() -> Iterator[Case]:
     yield Case(
         "logs that are computed of metrics' results",
         lambda: compiled(Derived(), loss="binary_crossentropy", metrics=["accuracy"]),
-        labels,
+        models.binary,
     )
     reason = "Keras takes modules of torch on torch alone"
     yield Case(

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 from keras import layers
 
-from conformance.equality import models
+from conformance import models
 from conformance.equality.cases.case import Case
-from conformance.equality.models import compiled, mlp
+from conformance.models import compiled, mlp
 
 Made = Callable[[Any], layers.Layer]
 
@@ -173,13 +172,6 @@ def _to_each_other(attention: layers.Layer, at_once: bool = False) -> layers.Lay
     return keras.Model(x, attention([x, x]) if at_once else attention(x, x))
 
 
-def images(rows: int) -> tuple[Any, Any]:
-    """Images of 8 by 8, and a class of 3."""
-    rng = np.random.RandomState(6)
-    x = rng.random_sample((rows, SIZE, SIZE, 3)).astype("float32")
-    return x, rng.randint(0, models.CLASSES, rows)
-
-
 def each() -> Iterator[Case]:
     """Yield a row for each layer, with a seed and without."""
     for seed in (7, None):
@@ -250,6 +242,6 @@ def _of_images(name: str, makes: list[Made], seed: Any) -> Case:
     return Case(
         name,
         make,
-        data=images,
+        data=functools.partial(models.images, channels=3),
         not_on=reasons if elastic else {},
     )
