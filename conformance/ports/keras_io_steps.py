@@ -1,4 +1,4 @@
-"""keras.io's guides: steps and loops of one's own."""
+"""Guides of keras.io: custom steps and loops."""
 
 import keras
 import numpy as np
@@ -29,7 +29,7 @@ def gradients_of(model, loss_of):
 
 
 class FirstExample(keras.Model):
-    """compile's loss and metrics, with sample weights, in steps of one's own."""
+    """Loss and metrics of `compile`, with sample weights, in custom steps."""
 
     def _logged(self, loss, y, y_pred, sample_weight):
         for metric in self.metrics:

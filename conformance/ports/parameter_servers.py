@@ -2,7 +2,7 @@
 
 TensorFlow has the servers, where each function updates the variables itself. Elsewhere
 variables stay with the coordinator, and functions return gradients. Functions would do
-either at their own times; here one step ends before the next begins, and is told its
+either at their own times; here one step ends before the next begins, and receives its
 batch, so that it is one device's whoever takes it.
 """
 

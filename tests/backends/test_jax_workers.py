@@ -140,7 +140,7 @@ class Own(keras.Model):
 
 
 def keras_models(alone: bool = False) -> dict:
-    """What Keras's loop reads: predictions, logs, variables, in several ways."""
+    """Read predictions, logs and variables in the ways of Keras's loop."""
     scope = contextlib.nullcontext()
     if not alone:
         scope = ks.MultiWorkerMirroredStrategy().scope()

@@ -95,7 +95,7 @@ def recurrent():
 
 @pytest.fixture
 def told(caplog):
-    """What was said of `jit_compile`."""
+    """Return the warnings of `jit_compile`."""
     caplog.set_level(logging.INFO, "keras_strategy")
 
     def lines():

@@ -38,7 +38,7 @@ def trained(strategy, jit_compile: bool) -> list:
 
 
 def with_and_without() -> list:
-    """What fit comes to, without and with `jit_compile`."""
+    """Return the results of `fit`, without and with `jit_compile`."""
     # A graph cannot communicate.
     strategy = ks.MultiWorkerMirroredStrategy(batch_statistics="local")
     return [trained(strategy, jit_compile) for jit_compile in (False, True)]

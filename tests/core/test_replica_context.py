@@ -1,4 +1,4 @@
-"""What a replica can ask, where it cannot, and in layers, losses and metrics."""
+"""Methods of the replica context, in `run` and in layers, losses and metrics."""
 
 import functools
 

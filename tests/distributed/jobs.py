@@ -1,4 +1,4 @@
-"""What workers do in these tests: functions that a fresh process imports and calls.
+"""Functions that a worker process imports and calls, shared by several tests.
 
 Each returns NumPy arrays and numbers alone. Where `alone` is true it does the same on
 one device, in this process: what the workers must equal.
@@ -31,7 +31,7 @@ def in_charge(alone: bool, **kwargs: Any) -> Any:
 
 
 def in_turns(calls: dict[str, tuple[Callable, dict]]) -> dict[str, Any]:
-    """What functions return, one after the other in one process.
+    """Return the results of functions that are called one after the other.
 
     Args:
         calls: By the name of the result: a function, and its arguments.
@@ -132,7 +132,7 @@ class Clips(keras.optimizers.Adam):
 
 
 def users_functions(alone: bool = False) -> list[np.ndarray]:
-    """Calls functions of a user's own with what all replicas have."""
+    """Train with custom functions that gather the rows of all replicas."""
 
     def scaled(x):
         context: Any = ks.get_replica_context()
@@ -155,7 +155,7 @@ def users_functions(alone: bool = False) -> list[np.ndarray]:
 
 
 def collectives() -> dict:
-    """What replicas on different workers tell each other."""
+    """Return the results of collectives of replicas on different workers."""
     strategy = ks.MultiWorkerMirroredStrategy()
     n = strategy.num_replicas_in_sync
     ids = strategy.experimental_distribute_values_from_function(
@@ -204,7 +204,7 @@ def collectives() -> dict:
 
 
 def custom_loop(alone: bool = False, rate: float = 0.0) -> list[np.ndarray]:
-    """A loop of one's own over a distributed dataset with a last batch of 5 rows."""
+    """Run a custom loop over a distributed dataset with a last batch of 5 rows."""
     keras.utils.set_random_seed(17)
     strategy, _ = in_charge(alone)
     strategy = strategy or ks.OneDeviceStrategy("cpu:0")
@@ -358,7 +358,7 @@ def inputs_of_many_kinds(alone: bool = False) -> list[np.ndarray]:
 
 @contextlib.contextmanager
 def agreements(strategy: Any) -> Iterator[list[str]]:
-    """What the workers ask each other by way of the chief meanwhile."""
+    """Record the questions that workers send to the chief."""
     member = strategy.extended.cluster.client
     asked: list[str] = []
     agree = member.exchange

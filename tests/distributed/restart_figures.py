@@ -53,7 +53,7 @@ def interrupt(function: Any, folder: pathlib.Path, run: Run) -> None:
 
 
 def gone_on(function: Any, folder: pathlib.Path, run: Run) -> list[float]:
-    """How far those end who go on there, by `COUNTS`."""
+    """Return the largest differences of resumed trainings, in the order of `COUNTS`."""
     with np.load(folder / "whole.npz") as file:
         whole = [file[f"arr_{i}"] for i in range(len(file.files))]
     figures = []

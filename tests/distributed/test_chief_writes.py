@@ -1,4 +1,4 @@
-"""What several workers write: once, by the chief, and whole."""
+"""Files of several workers: the chief alone writes them, once and completely."""
 
 import contextlib
 import csv
@@ -95,7 +95,7 @@ class Seen(keras.layers.Layer):
 
 
 def bytes_written(folder: str) -> dict:
-    """What this worker writes to files while all of them save 1 MB.
+    """Return the bytes that this worker writes while all save 1 MB.
 
     Returns:
         By what saved it: the bytes, and whether the temporary folder was used.

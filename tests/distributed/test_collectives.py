@@ -1,4 +1,4 @@
-"""What replicas on different workers tell each other."""
+"""Collectives of replicas on different workers."""
 
 import ipaddress
 

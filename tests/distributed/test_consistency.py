@@ -1,4 +1,4 @@
-"""Workers that train something else, or hold other values, are told so."""
+"""Workers that train something else, or hold other values, raise an error."""
 
 import time
 
@@ -12,7 +12,7 @@ from tests.distributed.jobs import agreements, classifier, digits
 
 
 def fits_that_differ() -> dict[str, str]:
-    """What is said where worker 1 is about to train something else; it trains alike."""
+    """Return the errors when worker 1 is about to train something else."""
     import pandas
 
     strategy = ks.MultiWorkerMirroredStrategy()

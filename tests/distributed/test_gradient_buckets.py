@@ -29,7 +29,7 @@ OPTIONS = ks.experimental.CommunicationOptions(bytes_per_pack=64)
 
 @contextlib.contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Counts gradients sent during backward: those that counted, and those in vain."""
+    """Count gradients sent during backward: used ones, and discarded ones."""
     seen = {"early": 0, "in vain": 0}
     end = GradientBuckets.end
 
@@ -137,7 +137,7 @@ class Adversaries(keras.Model):
         self.built = True
 
     def call(self, x: Any) -> Any:
-        """What the judge makes of what the maker makes."""
+        """Return the judge's opinion of the maker's output."""
         return self.judge(self.maker(x))
 
     def train_step(self, data: Any) -> Any:
@@ -306,7 +306,7 @@ def end_in_backward(how: str) -> None:
     model.fit(np.repeat(x, 100, axis=0), np.repeat(y, 100), batch_size=8, verbose=0)
 
 
-# True where gradients that leave early count, and where some leave in vain.
+# True where gradients that leave early count, and where some are discarded.
 KINDS = {
     # With a replica without rows, and a layer that is frozen later.
     "keras": (True, False),

@@ -43,10 +43,10 @@ def train(
     """Trains a few steps.
 
     Args:
-        strategy: The strategy.
+        strategy: The scope of the model.
         folder: Of the checkpoints.
         seed: Of the first weights, and of what NumPy draws.
-        told_at: Before which step the last worker is told to end.
+        told_at: The step before which the last worker is preempted.
         native: Whether TensorFlow saves.
 
     Returns:
@@ -117,7 +117,7 @@ def train(
 
 
 def whole_and_resumed(folder: str, native: bool = False) -> list[dict]:
-    """A loop; one that is told to end; and what goes on from there."""
+    """Run a loop, one that is preempted, and one that resumes from there."""
     strategy = ks.MultiWorkerMirroredStrategy()
     return [
         train(strategy, f"{folder}/whole", 1, None, native),

@@ -17,7 +17,7 @@ EAGER = ks.RunOptions(compile=False)
 
 
 def runs_that_fail() -> dict:
-    """What runs that fail change, and what those before them gave."""
+    """Return the state before and after runs that fail."""
     strategy = ks.MultiWorkerMirroredStrategy()
     x, y = digits(6)
     with strategy.scope():
@@ -131,7 +131,7 @@ def adversaries(alone: bool = False) -> list[np.ndarray]:
 
 
 def values_of_runs() -> dict:
-    """What runs return, when a later run has written to what it was read from."""
+    """Return results of runs after a later run has written to their variables."""
     strategy = ks.MultiWorkerMirroredStrategy()
     with strategy.scope():
         parts = keras.Variable(
@@ -255,7 +255,7 @@ def a_cleared_session(alone: bool = False) -> list:
 
 
 def kept_gradients(alone: bool = False) -> list:
-    """What an optimizer keeps of the gradients, when it has been given others."""
+    """Return an optimizer's slots of gradients after it has received others."""
     keras.utils.set_random_seed(17)
     _, scope = in_charge(alone)
     with scope:
@@ -269,7 +269,7 @@ def kept_gradients(alone: bool = False) -> list:
 
 
 def steps_that_fail() -> dict:
-    """What is said of steps of `fit` that fail, and what they change."""
+    """Return the errors of failed steps of `fit`, and the state they leave."""
     strategy = ks.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = OwnStep()
@@ -310,7 +310,7 @@ def sums_of_all_kinds() -> list[list]:
 
 
 def rows_that_are_read() -> dict:
-    """How many rows of an array each loop over it reads, by what it is."""
+    """Return the number of rows that each loop over an array reads, by its kind."""
     import torch
 
     class Counted(torch.Tensor):
@@ -363,7 +363,7 @@ ON_TORCH = BACKEND == "torch"
 for_torch = pytest.mark.skipif(not ON_TORCH, reason="elsewhere a step is compiled")
 
 
-# What one process alone comes to as well.
+# Jobs whose result equals that of one process alone.
 TRAINED = [adversaries]
 if ON_TORCH:
     TRAINED += [a_cleared_session, kept_gradients]
@@ -376,7 +376,7 @@ if ON_TORCH:
 
 @pytest.fixture(scope="module")
 def results(in_turns):
-    """What each of two workers returns, by the name of the job."""
+    """Return each worker's results, by the name of the job."""
     return in_turns(**{job.__name__: (job, {}) for job in WORKED})[0]
 
 

@@ -62,7 +62,7 @@ def _topology() -> list:
 
 
 def _refused() -> list[str]:
-    """What is said of replicas that the hosts cannot have."""
+    """Return the errors of replicas that the hosts cannot have."""
     resolver = strategy_of().cluster_resolver
     topology = ks.tpu.experimental.initialize_tpu_system(resolver)
     build = ks.tpu.experimental.DeviceAssignment.build

@@ -1,4 +1,4 @@
-"""How often workers ask each other, which takes a journey to the chief and back."""
+"""Number of questions that workers send to the chief, each a round trip."""
 
 import os
 import pathlib
@@ -15,7 +15,7 @@ from tests.processes import wait_until
 
 
 def rounds() -> dict:
-    """How often workers ask each other, to make models and to run functions."""
+    """Return the questions that workers send to make models and to run functions."""
     strategy = ks.MultiWorkerMirroredStrategy()
     rank = strategy.extended.local_replicas.start
     result: dict[str, Any] = {}
@@ -68,11 +68,11 @@ def rounds() -> dict:
 
 
 def batches_told(strategy: Any, batches: bool | None) -> tuple[int, int]:
-    """How often `fit` of 3 batches tells of one, which reads its logs, and asks of it.
+    """Count the reported batches of `fit` of 3 batches, and its questions to stop.
 
     Args:
-        strategy: The strategy.
-        batches: Whether a callback of one's own takes batches, or epochs; None without.
+        strategy: The scope of the model.
+        batches: True if the callback takes batches, False if epochs; None without.
     """
     with strategy.scope():
         model = classifier()
@@ -100,8 +100,8 @@ def losses_of_batches(strategy: Any, reads: bool) -> tuple[list[float], int]:
     """Return what a callback for batches reads in 2 epochs, and how often workers ask.
 
     Args:
-        strategy: The strategy.
-        reads: Whether this worker has the callback.
+        strategy: The scope of the model.
+        reads: True if this worker has the callback.
     """
     with strategy.scope():
         model = classifier()

@@ -1,4 +1,4 @@
-"""What is recognised as a worker's own rows, and what is said of the rest."""
+"""Recognition of a worker's local rows, and the errors for other data."""
 
 import contextlib
 import importlib.util
@@ -136,7 +136,7 @@ def until_the_first_ends(alone: bool = False) -> list:
 
 @contextlib.contextmanager
 def said() -> Iterator[list[str]]:
-    """What the logger says meanwhile."""
+    """Record the logger's messages."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -157,7 +157,7 @@ class OtherNoise(Rows):
 
 
 def what_is_said() -> dict:
-    """What is said of workers that read the same, or all, or another source."""
+    """Return the errors of workers that read equal rows, all rows, or other sources."""
     import tensorflow as tf
     import torch
 
@@ -216,7 +216,7 @@ needs_grain = pytest.mark.skipif(not HAS_GRAIN, reason="reads with grain")
 
 @pytest.fixture(scope="module")
 def results(in_turns, tmp_path_factory):
-    """What each of two workers returns."""
+    """Return each worker's results."""
     folder = tmp_path_factory.mktemp("files")
     write_files(folder)
     calls = {"ended": (until_the_first_ends, {})}

@@ -52,7 +52,7 @@ class Own(keras.Model):
 
 
 def trained(make_strategy, early: bool) -> list:
-    """What a model ends with, of parts that were made in no scope if `early`."""
+    """Return a model's weights; if `early`, its parts are built outside of scopes."""
     keras.utils.set_random_seed(1)
     made: list = []
 

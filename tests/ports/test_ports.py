@@ -1,4 +1,4 @@
-"""Programs that others wrote come to the same on several replicas as on one device."""
+"""Programs that others wrote equal one device on several replicas."""
 
 import functools
 import importlib.util
@@ -62,12 +62,12 @@ def on_one_device(name):
 
 
 def in_worker(name):
-    """What a worker calls."""
+    """Train a port in a worker."""
     return PORTS[name].train(ks.MultiWorkerMirroredStrategy())
 
 
 def with_coordinator(name, workers):
-    """What the process of a coordinator calls."""
+    """Train a port in the process of a coordinator."""
     return PORTS[name].train(workers)
 
 

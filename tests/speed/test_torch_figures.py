@@ -1,4 +1,4 @@
-"""What a training step on torch costs, in figures that no machine changes."""
+"""Costs of a training step on torch, in figures that no machine changes."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ from keras_strategy.training.ownership import strategy_of_model
 
 
 def alone(make: Callable[[], keras.Model], x: Any, y: Any, **options: Any) -> Trained:
-    """What one device ends with; the options are those of `train`.
+    """Return the result of one device; the options are those of `train`.
 
     On TensorFlow it compiles no step, which is quicker where a step runs a few times.
     """

@@ -1,4 +1,4 @@
-"""What is refused, with which words, and that nothing is changed by it."""
+"""Refused input, the words of its errors, and that it changes nothing."""
 
 import os
 import traceback

@@ -118,8 +118,6 @@ def test_custom_model_equals_one_device(mirrored):
 
 @pytest.mark.full(keep_on="jax")
 def test_masked_statistics_equal_one_device(mirrored):
-    """Of the steps of a sequence, also where a layer is called for each of them."""
-
     def make():
         normalize = layers.BatchNormalization
         inner = keras.Sequential([layers.Dense(3), normalize()])
@@ -150,7 +148,7 @@ def test_small_variance_is_stable(of_all):
 
 @pytest.mark.full(keep_on="torch")
 def test_random_layers_after_normalization(of_all, two, caplog):
-    """A step is rehearsed for them, by one replica: it asks no other there."""
+    """One replica makes a dry run of a step for them, without the others."""
 
     def make(**kwargs):
         layer = layers.BatchNormalization(**kwargs)

@@ -38,7 +38,7 @@ def compiled():
 
 
 def places(variables):
-    """Which devices hold variables, as the engine tells it."""
+    """Return the devices that hold variables, as the backend reports."""
     if BACKEND == "jax":
         return {device.id for v in variables for device in v._value.devices()}
     if BACKEND == "tensorflow":
@@ -50,7 +50,7 @@ def places(variables):
 
 
 class Looking(keras.callbacks.Callback):
-    """Notes where the variables are between two steps."""
+    """Record where the variables are between two steps."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Losses of a user's own, of which it is not known what they do with the rows."""
+"""Custom losses, which may combine rows in any way."""
 
 import keras
 import pytest

@@ -1,4 +1,4 @@
-"""Training loops of one's own over distributed datasets, and `fit` of one."""
+"""Custom training loops over distributed datasets, and `fit` of one."""
 
 import functools
 

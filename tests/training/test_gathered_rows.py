@@ -1,4 +1,4 @@
-"""Functions of a user's own that gather, and compare, the rows of all replicas."""
+"""Custom functions that gather, and compare, the rows of all replicas."""
 
 from typing import Any
 

@@ -78,7 +78,7 @@ def started(starter, folder: Path, dies: bool):
 
 
 def finished(runner: WorkerRunner, folder: Path):
-    """What a process that trained to the end said, and the variables it ended with."""
+    """Return the output and the variables of a process that trained to the end."""
     (end,) = runner.wait()
     assert end.exit_status == 0, end.output
     with np.load(folder / "weights.npz") as file:

@@ -1,4 +1,4 @@
-"""Losses and their weights in loops of one's own, as tf.nn has them and beyond."""
+"""Losses and their weights in custom loops, as in tf.nn and beyond."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Optimizers of a user's own, which change the gradients before Keras's code runs."""
+"""Custom optimizers, which change the gradients before Keras's code runs."""
 
 from typing import Any
 

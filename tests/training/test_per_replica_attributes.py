@@ -1,4 +1,4 @@
-"""What layers and models keep on themselves during a step belongs to one replica."""
+"""Attributes of layers and models that belong to one replica during a step."""
 
 import collections
 

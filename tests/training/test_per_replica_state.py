@@ -1,4 +1,4 @@
-"""What replicas do not share by nature: random numbers, and their own statistics."""
+"""State of each replica: random numbers, and local statistics."""
 
 import keras
 import numpy as np

@@ -318,7 +318,6 @@ class Always(layers.Dropout):
 @pytest.mark.full(keep_on="jax")
 @pytest.mark.parametrize("seed", [3, None] if BACKEND == "torch" else [3])
 def test_evaluate_and_predict(seed, two):
-    """Of a model that draws there, and that was not trained before."""
     found = []
     for strategy in (None, two):
         keras.utils.set_random_seed(1)

@@ -134,7 +134,7 @@ def one():
     return alone(everything, *data(), batch_size=BATCH)
 
 
-# What 4 of them share is one device's in the steps of one's own, and from a backup.
+# 4 replicas that share state equal one device in custom steps, and from a backup.
 @pytest.mark.full(keep=1, keep_on="tensorflow")
 @pytest.mark.needs_patch(
     "Optimizer._backend_apply_gradients",
@@ -331,7 +331,7 @@ def lamb():
 
 
 class Own(keras.optimizers.Adam):
-    """Of which nobody else knows what it computes."""
+    """Optimizer whose computation is unknown to the library."""
 
 
 @pytest.mark.full(keep=1, keep_on="jax")

@@ -103,7 +103,7 @@ def test_weights_transfer_to_plain_model_and_back(two):
 
 
 def exported(model, folder):
-    """What an exported model gives for X, asked without Keras's model."""
+    """Return the outputs of an exported model for X, without Keras's model."""
     if BACKEND == "torch":
         import torch
 

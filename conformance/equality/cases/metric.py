@@ -1,4 +1,4 @@
-"""Metrics: those that Keras ships, and ones of a user's own."""
+"""Metrics that Keras ships, and custom ones."""
 
 import functools
 from collections.abc import Iterator
@@ -176,7 +176,7 @@ def _weights(rows):
 
 
 def cases() -> Iterator[Case]:
-    """Metrics of values, and of a user's own."""
+    """Yield metrics of values, and custom metrics."""
     yield Case("Mean and Sum, of rows and of scalars", lambda: compiled(OwnMetrics()))
     yield Case(
         "custom metrics: a sum, and a maximum that gathers",
