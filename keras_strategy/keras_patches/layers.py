@@ -15,6 +15,7 @@ from keras_strategy.core.per_replica_attributes import (
     ABSENT,
     current_attributes,
     current_turn,
+    note_owner,
     setattr_hooks,
 )
 from keras_strategy.core.protocols import Strategy
@@ -51,6 +52,7 @@ def _new(original, cls, *args, **kwargs):
     strategy = context.current_scope()
     if strategy is not None:
         vars(layer)["_ks_strategy"] = strategy
+        note_owner(layer, strategy)
     return layer
 
 
@@ -67,10 +69,10 @@ def _batch_normalization(original, strategy, self, *args, synchronized=False, **
     self.synchronized = True
 
 
-def _in_scope_or_trial() -> Any:
-    """Return the strategy in scope, the dry run or the recorder of a step, or None."""
-    trial = context.thread_state.dry_run or active_recorder()
-    return context.current_scope() or trial
+def _in_scope_or_trial(layer: Any) -> Any:
+    """Return the strategy in scope or of the layer, or the dry run or recorder."""
+    strategy = context.current_scope() or vars(layer).get("_ks_strategy")
+    return strategy or context.thread_state.dry_run or active_recorder()
 
 
 @hook(
@@ -222,11 +224,6 @@ _activity_regularizer = _ActivityRegularizer()
 # --- attributes that a replica sets
 
 
-_tracking = find_module(
-    "TrackedList TrackedDict TrackedSet", "keras.src.utils.tracking"
-)
-
-
 @dataclass(frozen=True)
 class _Noted(MethodsPatch):
     """Keep what a replica sets on a layer separate per replica until the run ends."""
@@ -273,18 +270,6 @@ def _deleting(original: Callable) -> Callable:
     return replacement
 
 
-def _changing(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def replacement(self, *args, **kwargs):
-        own = current_turn.attributes
-        # Keras often clears empty lists.
-        if own is not None and (self or args):
-            own.change(self, args)
-        return original(self, *args, **kwargs)
-
-    return replacement
-
-
 def _setting_trainable(original: property) -> property:
     def set_trainable(self, value):
         own = current_turn.attributes
@@ -295,28 +280,23 @@ def _setting_trainable(original: property) -> property:
     return original.setter(set_trainable)
 
 
-def _container(kind: Any, methods: str) -> _Noted:
-    return _Noted(kind, dict.fromkeys(methods.split(), _changing))
-
-
-_DICT = "update setdefault pop popitem clear __setitem__ __delitem__ __ior__"
-
 _layer = _Noted(keras.Layer, {"__setattr__": _setting, "__delattr__": _deleting})
 # A layer's `trainable` sets that of its variables.
 _variable = _Noted(keras.Variable, {"trainable": _setting_trainable})
-_list = _container(
-    _tracking.TrackedList,
-    "append extend insert remove pop clear reverse sort"
-    " __setitem__ __delitem__ __iadd__",
+
+
+@hook(
+    keras.Layer,
+    "add_loss",
+    "(self, loss)",
+    when=current_attributes,
+    multi_replica_only=True,
 )
-_dict = _container(_tracking.TrackedDict, _DICT)
-# Absent in Keras 3.13 and older, which use TrackedDict.
-if hasattr(_tracking, "TrackedOrderedDict"):
-    _ordered_dict = _container(_tracking.TrackedOrderedDict, _DICT)
-_set = _container(
-    _tracking.TrackedSet,
-    "add update discard remove pop clear __ior__ __iand__ __isub__ __ixor__",
-)
+def _add_loss(original, attributes, self, loss):
+    """Keep the losses of a layer separate per replica."""
+    attributes.keep(self._losses)
+    attributes.keep(self._loss_ids)
+    original(self, loss)
 
 
 # --- private state of Keras

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 from keras import ops, tree
 
+from keras_strategy.core.per_replica_attributes import note_owner
 from keras_strategy.core.variable_components import ChildScope
 from keras_strategy.keras_patches.internals import current_stateless_scope
 from keras_strategy.keras_patches.patch import (
@@ -14,6 +15,7 @@ from keras_strategy.keras_patches.patch import (
     hook,
     in_distributed_scope,
     in_replica,
+    in_scope,
     in_step,
 )
 from keras_strategy.training import row_weights
@@ -157,6 +159,13 @@ def _result_of_all_rows(original: Callable) -> Any:
             return original(self, *args, **kwargs)
 
     return result
+
+
+@hook(keras.metrics.Metric, "__init__", ("name",), when=in_scope)
+def _metric(original, strategy, self, *args, **kwargs):
+    """Keep the contents of a metric's lists separate per replica."""
+    original(self, *args, **kwargs)
+    note_owner(self, strategy)
 
 
 class _Results(SubclassPatch):

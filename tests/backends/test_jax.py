@@ -22,7 +22,7 @@ import jax
 from benchmarks.memory import collectives
 from conformance.compare import largest, scope
 from keras_strategy.backends.jax import patches_data
-from keras_strategy.backends.jax.state import assemble_locally
+from keras_strategy.backends.jax.variables import assemble_locally
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.values import PerReplica
 
@@ -288,7 +288,6 @@ def test_donation_skips_referenced_arrays(two):
     assert np.array(held).tolist() == seen.tolist() == [1.0] * 3
 
 
-@pytest.mark.needs_patch("Variable.value", backend="jax")
 def test_step_reuses_donated_memory(two):
     with two.scope():
         v = keras.Variable(np.zeros(3, "float32"))
@@ -346,7 +345,6 @@ def test_view_of_variable_survives_donation(two, kind):
     assert v.numpy().tolist() == [3.0] * 3
 
 
-@pytest.mark.needs_patch("Variable.__reduce_ex__", backend="jax")
 def test_variables_sharing_an_array_keep_values(two):
     with two.scope():
         v = keras.Variable(np.zeros(3, "float32"))

@@ -242,11 +242,6 @@ def test_run_accepts_functions_of_all_replicas(results):
         assert result["mixed"] == [2 * n] * 3
 
 
-@pytest.mark.needs_patch(
-    "backends.jax.patches Model.make_train_function",
-    "backends.jax.patches Model.make_predict_function",
-    backend="jax",
-)
 @pytest.mark.parametrize("results", [2], ids=["2x2"], indirect=True)
 def test_keras_reads_local_values(results):
     """One device each fits in the tests of `tests/distributed`."""

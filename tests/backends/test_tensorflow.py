@@ -446,9 +446,7 @@ def test_runtime_error_reports_partial_state(two):
     assert not tf.distribute.has_strategy()
 
 
-@pytest.mark.needs_patch(
-    "Variable._initialize", "Layer._maybe_build", backend="tensorflow"
-)
+@pytest.mark.needs_patch("Layer._maybe_build", backend="tensorflow")
 def test_run_builds_layers_lazily(two):
     with two.scope():
         layer = keras.layers.Dense(2)
@@ -599,7 +597,6 @@ def test_gradients_of_branch_are_refused(two):
     assert float(weight) == 1.0
 
 
-@pytest.mark.needs_patch("Variable.handle", backend="tensorflow")
 def test_tape_in_cross_replica_context_is_refused(two):
     with two.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
@@ -724,21 +721,6 @@ def test_empty_replica_does_not_abort(strategy):
     np.testing.assert_allclose(predicted, model(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.needs_patch(
-    "backends.tensorflow.patches Model.make_train_function",
-    backend="tensorflow",
-    case="fit",
-)
-@pytest.mark.needs_patch(
-    "backends.tensorflow.patches Model.make_test_function",
-    backend="tensorflow",
-    case="evaluate",
-)
-@pytest.mark.needs_patch(
-    "backends.tensorflow.patches Model.make_predict_function",
-    backend="tensorflow",
-    case="predict",
-)
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_jit_compile_warns(method, two, caplog):
     with two.scope():
@@ -824,12 +806,6 @@ def test_loss_of_ragged_global_batch(two):
     assert found == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.needs_patch(
-    "Variable._shared_name",
-    "Variable._serialize_to_tensors",
-    "Variable._restore_from_tensors",
-    backend="tensorflow",
-)
 def test_native_checkpoint_of_sharded_state(tmp_path):
     def trained(replicas):
         devices = [f"cpu:{i}" for i in range(replicas)]

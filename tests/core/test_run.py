@@ -197,9 +197,6 @@ def test_run_inside_merge_call(two, compiled):
 
 
 @pytest.mark.needs_patch("Variable.assign", backend="torch")
-@pytest.mark.needs_patch(
-    "Variable._map_aggregation", backend="tensorflow", case="mean-int32-2.0"
-)
 @pytest.mark.parametrize(
     ("aggregation", "dtype", "expected"),
     [

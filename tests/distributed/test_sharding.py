@@ -17,12 +17,6 @@ MODES = [
 
 
 @pytest.mark.full(keep_on="tensorflow")
-@pytest.mark.needs_patch(
-    "Variable._initialize_with_initializer",
-    "Variable.__array__",
-    backend="jax",
-    case="optimizer",
-)
 @pytest.mark.parametrize("shard", MODES)
 def test_two_workers_equal_one_device(shard, starter, tmp_path):
     one = jobs.train(None, str(tmp_path), alone=True)

@@ -54,7 +54,6 @@ def test_collectives_in_loops(starter):
             assert equal(result, expected)
 
 
-@pytest.mark.needs_patch("Variable.value", backend="tensorflow")
 def test_variables_of_all_dtypes(results):
     results = results[0]["variables"]
     for result in results:

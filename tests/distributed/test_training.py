@@ -28,9 +28,6 @@ def equal(one, other, tolerance=TOLERANCE):
 # replicas in 2 workers the first has the only row, and one worker has none. There they
 # take a step of 5 rows and evaluate by as many.
 @pytest.mark.full(keep=1)
-@pytest.mark.needs_patch(
-    "backends.torch.patches Model.make_test_function", backend="torch", case="3x1"
-)
 @pytest.mark.parametrize(
     ("count", "devices", "rows"), [(3, 1, 29), (2, 2, 25)], ids=["3x1", "2x2"]
 )

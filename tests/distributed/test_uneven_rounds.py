@@ -149,7 +149,6 @@ def results(starter):
 
 
 @pytest.mark.full(keep_on="torch")
-@pytest.mark.needs_patch("Variable._initialize", backend="jax")
 @pytest.mark.needs_patch("Layer._track_variables", backend="torch")
 def test_scope_compares_variables_once(results):
     for result in results:

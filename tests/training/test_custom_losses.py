@@ -50,9 +50,6 @@ class Adding(layers.Layer):
 
 
 @pytest.mark.full(keep_on="torch")
-@pytest.mark.needs_patch(
-    "backends.torch.patches Model.make_train_function", backend="torch"
-)
 def test_added_sum_warns_and_equals_one_device(two, caplog):
     def trained(strategy, mean):
         def make():

@@ -155,9 +155,6 @@ def test_evaluate_and_predict(mirrored):
 
 
 @pytest.mark.full(keep_on="torch")
-@pytest.mark.needs_patch(
-    "backends.torch.patches Model.make_predict_function", backend="torch", case="scalar"
-)
 @pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "vector"])
 def test_outputs_without_rows(shape, two, audit_mode):
     """Predictions that cannot be joined row by row run whole."""

@@ -61,16 +61,14 @@ class Slow(keras.Sequential):
 
 
 @pytest.mark.full(keep_on="jax")
+@pytest.mark.needs_patch("Model.make_train_function", backend="torch", case="fit-train")
 @pytest.mark.needs_patch(
-    "keras_patches.trainer Model.make_train_function", backend="torch", case="fit-train"
-)
-@pytest.mark.needs_patch(
-    "keras_patches.trainer Model.make_test_function",
+    "Model.make_test_function",
     backend="torch",
     case="evaluate-test",
 )
 @pytest.mark.needs_patch(
-    "keras_patches.trainer Model.make_predict_function",
+    "Model.make_predict_function",
     backend="torch",
     case="predict-predict",
 )
