@@ -4,15 +4,16 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-import keras_strategy as ks
 from conformance.compare import scope
 from conformance.ports.keras_io_supervised import encoder_of
 from conformance.ports.port import (
     PURE,
     Outcome,
+    Tracked,
     digits,
     fitted,
     port,
+    step_of,
     stepped,
     vectors,
 )
@@ -20,6 +21,12 @@ from conformance.ports.port import (
 EXAMPLES = "keras-team/keras-io: examples"
 ROWS = 21  # by batches of 8 the last one has 5
 IMAGES, LABELS = digits(ROWS)
+
+
+def with_adam(model, inputs=1):
+    model(IMAGES[:1] if inputs == 1 else [IMAGES[:1]] * inputs)
+    model.compile(keras.optimizers.Adam(1e-2))
+    return model
 
 
 class SupervisedContrastiveLoss(keras.losses.Loss):
@@ -55,15 +62,10 @@ def supervised_contrastive_learning(strategy):
     return fitted(strategy, make_encoder, IMAGES, LABELS % 3)
 
 
-class SimSiam(keras.Model):
+class SimSiam(Tracked):
     def __init__(self, encoder, predictor):
         super().__init__()
         self.encoder, self.predictor = encoder, predictor
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-
-    @property
-    def metrics(self):
-        return [self.loss_tracker]
 
     def call(self, x):
         return self.predictor(self.encoder(x))
@@ -85,10 +87,7 @@ class SimSiam(keras.Model):
             *self.encoder.trainable_variables,
             *self.predictor.trainable_variables,
         ]
-        loss, gradients = ks.value_and_grad(loss_of, variables)()
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        self.loss_tracker.update_state(loss)
-        return {"loss": self.loss_tracker.result()}
+        return self.log(step_of(self.optimizer, variables, loss_of))
 
 
 @port(f"{EXAMPLES}/vision/simsiam.py", not_on=PURE)
@@ -122,28 +121,22 @@ class BarlowLoss(keras.losses.Loss):
         return ops.sum(ops.square(1 - ops.diagonal(c))) + 5e-3 * ops.sum(off)
 
 
-class BarlowModel(keras.Model):
+class BarlowModel(Tracked):
     def __init__(self, encoder):
         super().__init__()
         self.encoder, self.loss_fn = encoder, BarlowLoss()
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-
-    @property
-    def metrics(self):
-        return [self.loss_tracker]
 
     def call(self, x):
         return self.encoder(x)
 
     def train_step(self, batch):
         y_a, y_b = batch
-        variables = self.encoder.trainable_variables
-        loss, gradients = ks.value_and_grad(
-            lambda: self.loss_fn(self.encoder(y_a), self.encoder(y_b)), variables
-        )()
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        self.loss_tracker.update_state(loss)
-        return {"loss": self.loss_tracker.result()}
+        loss = step_of(
+            self.optimizer,
+            self.encoder.trainable_variables,
+            lambda: self.loss_fn(self.encoder(y_a), self.encoder(y_b)),
+        )
+        return self.log(loss)
 
 
 @port(f"{EXAMPLES}/vision/barlow_twins.py", not_on=PURE)
@@ -151,20 +144,17 @@ def barlow_twins(strategy):
     def make():
         # The loss takes the means away, so that a bias would have no gradient.
         model = BarlowModel(encoder_of(layers.Dense(4, use_bias=False)))
-        model(IMAGES[:1])
-        model.compile(keras.optimizers.Adam(1e-2))
-        return model
+        return with_adam(model)
 
     return stepped(strategy, make, IMAGES, IMAGES[:, ::-1])
 
 
-class SiameseModel(keras.Model):
+class SiameseModel(Tracked):
     """A triplet loss over the distances that a network gives."""
 
     def __init__(self, siamese_network, margin=0.5):
         super().__init__()
         self.siamese_network, self.margin = siamese_network, margin
-        self.loss_tracker = keras.metrics.Mean(name="loss")
 
     def call(self, inputs):
         return self.siamese_network(inputs)
@@ -175,20 +165,12 @@ class SiameseModel(keras.Model):
 
     def train_step(self, data):
         variables = self.siamese_network.trainable_weights
-        loss, gradients = ks.value_and_grad(
-            lambda: self._compute_loss(data[0]), variables
-        )()
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        self.loss_tracker.update_state(loss)
-        return {"loss": self.loss_tracker.result()}
+        return self.log(
+            step_of(self.optimizer, variables, lambda: self._compute_loss(data[0]))
+        )
 
     def test_step(self, data):
-        self.loss_tracker.update_state(self._compute_loss(data[0]))
-        return {"loss": self.loss_tracker.result()}
-
-    @property
-    def metrics(self):
-        return [self.loss_tracker]
+        return self.log(self._compute_loss(data[0]))
 
 
 @port(f"{EXAMPLES}/vision/siamese_network.py", not_on=PURE)
@@ -201,26 +183,19 @@ def siamese_network(strategy):
             ops.sum(ops.square(anchor - other), -1) for other in (positive, negative)
         ]
         model = SiameseModel(keras.Model(inputs, distances))
-        model([IMAGES[:1]] * 3)
-        model.compile(keras.optimizers.Adam(1e-2))
-        return model
+        return with_adam(model, 3)
 
     triplets = (IMAGES, IMAGES[:, ::-1], IMAGES[::-1])
     return stepped(strategy, make, triplets, validation_data=(triplets,))
 
 
-class EmbeddingModel(keras.Model):
+class EmbeddingModel(Tracked):
     """Each batch holds an anchor and a positive image of each class: no rows."""
 
     def __init__(self):
         super().__init__()
         self.body = encoder_of(layers.Dense(4), layers.UnitNormalization())
         self.loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-
-    @property
-    def metrics(self):
-        return [self.loss_tracker]
 
     def call(self, x):
         return self.body(x)
@@ -234,10 +209,7 @@ class EmbeddingModel(keras.Model):
             )
             return self.loss_fn(ops.arange(10), similarities / 0.2)
 
-        loss, gradients = ks.value_and_grad(loss_of, self.trainable_variables)()
-        self.optimizer.apply(gradients, self.trainable_variables)
-        self.loss_tracker.update_state(loss)
-        return {"loss": self.loss_tracker.result()}
+        return self.log(step_of(self.optimizer, self.trainable_variables, loss_of))
 
 
 class AnchorPositivePairs(keras.utils.PyDataset):
@@ -249,40 +221,26 @@ class AnchorPositivePairs(keras.utils.PyDataset):
         return (np.stack([images, images[:, :, ::-1]]) + 0.1 * index,)
 
 
-@port(
-    f"{EXAMPLES}/vision/metric_learning.py",
-    not_on=PURE,
-)
+@port(f"{EXAMPLES}/vision/metric_learning.py", not_on=PURE)
 def metric_learning(strategy):
-    def make():
-        model = EmbeddingModel()
-        model(IMAGES[:1])
-        model.compile(keras.optimizers.Adam(1e-2))
-        return model
-
     keras.utils.set_random_seed(1)
     with scope(strategy):
-        model = make()
+        model = with_adam(EmbeddingModel())
     history = model.fit(AnchorPositivePairs(), epochs=2, verbose=0).history
     return Outcome(model.get_weights(), list(history.values()))
 
 
-class NNCLR(keras.Model):
+class NNCLR(Tracked):
     """Nearest neighbours in a queue of features, which each step fills anew."""
 
     def __init__(self, aggregation="none"):
         super().__init__()
         self.encoder = encoder_of(layers.Dense(4))
-        self.loss_tracker = keras.metrics.Mean(name="loss")
         self.feature_queue = keras.Variable(
             keras.utils.normalize(vectors(6, 4, seed=3)[0], axis=1, order=2),
             trainable=False,
             aggregation=aggregation,
         )
-
-    @property
-    def metrics(self):
-        return [self.loss_tracker]
 
     def call(self, x):
         return self.encoder(x)
@@ -301,23 +259,12 @@ class NNCLR(keras.Model):
             return -ops.mean(ops.sum(self.nearest_neighbour(z1) * z2, 1)), z1
 
         variables = self.encoder.trainable_variables
-        (loss, z1), gradients = ks.value_and_grad(loss_of, variables, has_aux=True)()
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        loss, z1 = step_of(self.optimizer, variables, loss_of, has_aux=True)
         queue = ops.concatenate([z1, self.feature_queue], axis=0)
         self.feature_queue.assign(queue[:6])
-        self.loss_tracker.update_state(loss)
-        return {"loss": self.loss_tracker.result()}
+        return self.log(loss)
 
 
-@port(
-    f"{EXAMPLES}/vision/nnclr.py",
-    not_on=PURE,
-)
+@port(f"{EXAMPLES}/vision/nnclr.py", not_on=PURE)
 def nnclr(strategy):
-    def make():
-        model = NNCLR()
-        model(IMAGES[:1])
-        model.compile(keras.optimizers.Adam(1e-2))
-        return model
-
-    return stepped(strategy, make, IMAGES, IMAGES[:, ::-1])
+    return stepped(strategy, lambda: with_adam(NNCLR()), IMAGES, IMAGES[:, ::-1])

@@ -4,8 +4,16 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-import keras_strategy as ks
-from conformance.ports.port import BACKEND, PURE, fitted, port, stepped, words
+from conformance.ports.port import (
+    BACKEND,
+    PURE,
+    Tracked,
+    fitted,
+    port,
+    step_of,
+    stepped,
+    words,
+)
 
 EXAMPLES = "keras-team/keras-io: examples/generative"
 RNG = np.random.RandomState(0)
@@ -20,14 +28,7 @@ def dense(units, outputs):
     )
 
 
-def step_of(optimizer, variables, loss_of):
-    """Apply gradients as `tape.gradient` and `apply_gradients` do in the examples."""
-    loss, gradients = ks.value_and_grad(loss_of, variables)()
-    optimizer.apply_gradients(zip(gradients, variables, strict=True))
-    return loss
-
-
-class NoCall(keras.Model):
+class NoCall(Tracked):
     """On torch, Keras takes no model for built that it cannot call."""
 
     def __init__(self):
@@ -38,24 +39,13 @@ class NoCall(keras.Model):
 class VAE(NoCall):
     """It logs under names that no metric has."""
 
+    names = "total_loss", "reconstruction_loss", "kl_loss"
+
     def __init__(self):
         super().__init__()
         self.encoder = dense(4, 4)
         self.decoder = dense(2, 4)
         self.seed_generator = keras.random.SeedGenerator(1337)
-        self.total_loss_tracker = keras.metrics.Mean(name="total_loss")
-        self.reconstruction_loss_tracker = keras.metrics.Mean(
-            name="reconstruction_loss"
-        )
-        self.kl_loss_tracker = keras.metrics.Mean(name="kl_loss")
-
-    @property
-    def metrics(self):
-        return [
-            self.total_loss_tracker,
-            self.reconstruction_loss_tracker,
-            self.kl_loss_tracker,
-        ]
 
     def train_step(self, data):
         images = data
@@ -74,20 +64,11 @@ class VAE(NoCall):
             kl_loss = ops.mean(ops.sum(kl_loss, axis=1))
             return reconstruction_loss + kl_loss, (reconstruction_loss, kl_loss)
 
-        (total_loss, (reconstruction_loss, kl_loss)), gradients = ks.value_and_grad(
-            losses, self.trainable_weights, has_aux=True
-        )()
-        self.optimizer.apply_gradients(
-            zip(gradients, self.trainable_weights, strict=True)
+        total_loss, others = step_of(
+            self.optimizer, self.trainable_weights, losses, has_aux=True
         )
-        self.total_loss_tracker.update_state(total_loss)
-        self.reconstruction_loss_tracker.update_state(reconstruction_loss)
-        self.kl_loss_tracker.update_state(kl_loss)
-        return {
-            "loss": self.total_loss_tracker.result(),
-            "reconstruction_loss": self.reconstruction_loss_tracker.result(),
-            "kl_loss": self.kl_loss_tracker.result(),
-        }
+        logs = self.log(total_loss, *others)
+        return {"loss": logs.pop("total_loss"), **logs}
 
 
 def compiled_vae():
@@ -104,6 +85,8 @@ def vae(strategy):
 class DiffusionModel(NoCall):
     """Two networks, of which one is a moving average of the other."""
 
+    names = "n_loss", "i_loss"
+
     def __init__(self):
         super().__init__()
         self.seed_generator = keras.random.SeedGenerator(1337)
@@ -112,12 +95,6 @@ class DiffusionModel(NoCall):
         self.network = dense(5, 4)
         self.ema_network = keras.models.clone_model(self.network)
         self.loss_fn = keras.losses.MeanAbsoluteError()
-        self.noise_loss_tracker = keras.metrics.Mean(name="n_loss")
-        self.image_loss_tracker = keras.metrics.Mean(name="i_loss")
-
-    @property
-    def metrics(self):
-        return [self.noise_loss_tracker, self.image_loss_tracker]
 
     def denoise(self, network, noisy_images, noise_rates, signal_rates, training):
         inputs = ops.concatenate([noisy_images, noise_rates**2], axis=1)
@@ -140,26 +117,19 @@ class DiffusionModel(NoCall):
         return noise_loss, self.loss_fn(images, pred_images)
 
     def train_step(self, data):
-        (noise_loss, image_loss), gradients = ks.value_and_grad(
-            lambda: self.losses_of(data, self.network, True),
+        losses = step_of(
+            self.optimizer,
             self.network.trainable_weights,
+            lambda: self.losses_of(data, self.network, True),
             has_aux=True,
-        )()
-        self.optimizer.apply_gradients(
-            zip(gradients, self.network.trainable_weights, strict=True)
         )
-        self.noise_loss_tracker.update_state(noise_loss)
-        self.image_loss_tracker.update_state(image_loss)
         pairs = zip(self.network.weights, self.ema_network.weights, strict=True)
         for weight, ema_weight in pairs:
             ema_weight.assign(0.9 * ema_weight + 0.1 * weight)
-        return {m.name: m.result() for m in self.metrics}
+        return self.log(*losses)
 
     def test_step(self, data):
-        noise_loss, image_loss = self.losses_of(data, self.ema_network, False)
-        self.noise_loss_tracker.update_state(noise_loss)
-        self.image_loss_tracker.update_state(image_loss)
-        return {m.name: m.result() for m in self.metrics}
+        return self.log(*self.losses_of(data, self.ema_network, False))
 
 
 def compiled_diffusion():
@@ -199,26 +169,15 @@ class VectorQuantizer(layers.Layer):
         return x + ops.stop_gradient(quantized - x)
 
 
-class VQVAETrainer(keras.Model):
+class VQVAETrainer(Tracked):
+    names = "total_loss", "reconstruction_loss", "vq_loss"
+
     def __init__(self):
         super().__init__()
         self.train_variance = 0.08
         self.vqvae = keras.Sequential(
             [keras.Input((4,)), layers.Dense(4), VectorQuantizer(), layers.Dense(4)]
         )
-        self.total_loss_tracker = keras.metrics.Mean(name="total_loss")
-        self.reconstruction_loss_tracker = keras.metrics.Mean(
-            name="reconstruction_loss"
-        )
-        self.vq_loss_tracker = keras.metrics.Mean(name="vq_loss")
-
-    @property
-    def metrics(self):
-        return [
-            self.total_loss_tracker,
-            self.reconstruction_loss_tracker,
-            self.vq_loss_tracker,
-        ]
 
     def call(self, x):
         return self.vqvae(x)
@@ -232,18 +191,10 @@ class VQVAETrainer(keras.Model):
             return error + sum(self.vqvae.losses), (error, sum(self.vqvae.losses))
 
         variables = self.vqvae.trainable_variables
-        (total, (error, vq_loss)), gradients = ks.value_and_grad(
-            losses, variables, has_aux=True
-        )()
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        self.total_loss_tracker.update_state(total)
-        self.reconstruction_loss_tracker.update_state(error)
-        self.vq_loss_tracker.update_state(vq_loss)
-        return {
-            "loss": self.total_loss_tracker.result(),
-            "reconstruction_loss": self.reconstruction_loss_tracker.result(),
-            "vqvae_loss": self.vq_loss_tracker.result(),
-        }
+        total, others = step_of(self.optimizer, variables, losses, has_aux=True)
+        logs = self.log(total, *others)
+        logs["vqvae_loss"] = logs.pop("vq_loss")
+        return {"loss": logs.pop("total_loss"), **logs}
 
 
 def compiled_vq_vae():
@@ -258,18 +209,13 @@ def vq_vae(strategy):
     return stepped(strategy, compiled_vq_vae, IMAGES)
 
 
-class RealNVP(keras.Model):
+class RealNVP(Tracked):
     """Affine coupling layers; its loss is a mean of its own."""
 
     def __init__(self):
         super().__init__()
-        self.loss_tracker = keras.metrics.Mean(name="loss")
         self.masks = np.array([[0, 1], [1, 0]] * 2, "float32")
         self.couplings = [dense(2, 4) for _ in self.masks]
-
-    @property
-    def metrics(self):
-        return [self.loss_tracker]
 
     def call(self, x, training=True):
         log_det = 0.0
@@ -298,13 +244,11 @@ class RealNVP(keras.Model):
         loss = step_of(
             self.optimizer, self.trainable_variables, lambda: self.log_loss(x)
         )
-        self.loss_tracker.update_state(loss)
-        return {"loss": self.loss_tracker.result()}
+        return self.log(loss)
 
     def test_step(self, data):
         x = data[0] if isinstance(data, tuple) else data
-        self.loss_tracker.update_state(self.log_loss(x))
-        return {"loss": self.loss_tracker.result()}
+        return self.log(self.log_loss(x))
 
 
 def compiled_real_nvp():

@@ -4,12 +4,12 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-import keras_strategy as ks
 from conformance.ports.port import (
     PURE,
     digits,
     fitted,
     port,
+    step_of,
     words,
 )
 
@@ -223,9 +223,7 @@ class RecommenderNet(keras.Model):
         return ops.nn.sigmoid(dot + self.user_bias(users) + self.movie_bias(movies))
 
 
-@port(
-    f"{EXAMPLES}/structured_data/collaborative_filtering_movielens.py",
-)
+@port(f"{EXAMPLES}/structured_data/collaborative_filtering_movielens.py")
 def collaborative_filtering(strategy):
     def make():
         model = RecommenderNet(5, 7, 3)
@@ -261,10 +259,7 @@ class MyTrainer(keras.Model):
             return self.loss_fn(y, predictions), predictions
 
         variables = self.model.trainable_variables
-        (loss, predictions), gradients = ks.value_and_grad(
-            loss_of, variables, has_aux=True
-        )()
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        loss, predictions = step_of(self.optimizer, variables, loss_of, has_aux=True)
         self.accuracy_metric.update_state(y, predictions)
         return {"loss": loss, "accuracy": self.accuracy_metric.result()}
 

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import pytest
 
+import keras_strategy as ks
 from conformance.compare import LOGS, WEIGHTS, largest, scope, train
 
 BACKEND = keras.backend.backend()
@@ -138,6 +139,37 @@ def stepped(
         model = make()
     history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, **fit).history
     return Outcome(model.get_weights(), list(history.values()))
+
+
+class Tracked(keras.Model):
+    """Model whose `train_step` updates means that it creates, as many examples have.
+
+    Attributes:
+        names: The names of the means.
+    """
+
+    names: Sequence[str] = ("loss",)
+
+    def __init__(self):
+        super().__init__()
+        self.means = [keras.metrics.Mean(name=name) for name in self.names]
+
+    @property
+    def metrics(self):
+        return self.means
+
+    def log(self, *values: Any) -> dict[str, Any]:
+        """Update the means and return their results by name."""
+        for mean, value in zip(self.means, values, strict=True):
+            mean.update_state(value)
+        return {mean.name: mean.result() for mean in self.means}
+
+
+def step_of(optimizer: Any, variables: Any, loss_of: Callable, has_aux=False) -> Any:
+    """Apply gradients as `tape.gradient` and `apply_gradients` do in the examples."""
+    result, gradients = ks.value_and_grad(loss_of, variables, has_aux=has_aux)()
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    return result
 
 
 @contextlib.contextmanager
