@@ -25,16 +25,13 @@ from keras_strategy.errors import logger
 from keras_strategy.keras_patches.internals import is_in_layer
 from keras_strategy.keras_patches.patch import (
     MethodsPatch,
-    Patch,
     find_module,
     hook,
     in_scope,
     in_step,
-    keras_changed_error,
 )
 from keras_strategy.options import GLOBAL
 from keras_strategy.training import reduction, variable_sync
-from keras_strategy.training.row_weights import call_on_global_batch
 from keras_strategy.training.train_step import has_torch_modules
 
 keras_functional = find_module("Functional", "keras.src.models.functional")
@@ -147,78 +144,6 @@ def _rnn_call(original, replica, self, *args, **kwargs):
             "states of its local batch."
         )
     return original(self, *args, **kwargs)
-
-
-# --- losses of layers
-
-
-class _ActivityRegularizer(Patch):
-    """Compute a layer's activity loss from the outputs of all replicas.
-
-    The optimizer weights a replica's loss by its rows. Since 3.14 Keras divides it by
-    these rows before. So the sums that Keras's own regularizers return add up; before,
-    they must be divided by the weight. Any other function gets the gathered outputs.
-    """
-
-    attribute = "activity_regularizer"
-    multi_replica_only = True
-
-    @property
-    def target(self) -> str:
-        return f"Layer.{self.attribute}"
-
-    def check(self) -> None:
-        if hasattr(keras.Layer, self.attribute):
-            raise keras_changed_error(self.target, "became a property")
-
-    def install(self) -> None:
-        """Replace the attribute by a property."""
-        name, divides = self.attribute, _divides_by_rows()
-
-        def read(layer):
-            if name not in layer.__dict__:  # torch.compile cannot trace `vars`
-                raise AttributeError(f"{type(layer).__name__} has no {name} yet")
-            regularizer = layer.__dict__[name]
-            if regularizer is None:
-                return None
-            replica = in_step()
-            is_sum = type(regularizer) in _SUMS
-            if replica is None or (is_sum and divides):
-                return regularizer
-            return functools.partial(
-                _activity_loss, replica, regularizer, is_sum, divides
-            )
-
-        def write(layer, regularizer):
-            vars(layer)[name] = regularizer
-
-        setattr(keras.Layer, name, property(read, write))
-
-
-_SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
-
-
-def _divides_by_rows() -> bool:
-    """Return True if Keras divides activity losses by the number of rows."""
-    # No attribute of a class shows it, so measure it on two rows.
-    layer = keras.layers.Identity(activity_regularizer=ops.sum, name="two_rows")
-    layer(ops.ones((2, 1)))
-    return float(layer.losses[0]) == 1.0
-
-
-def _activity_loss(replica, regularizer, is_sum, divides, outputs):
-    weight = replica.step.row_weight
-    if is_sum:
-        loss = regularizer(outputs)
-        return ops.divide_no_nan(loss, ops.cast(weight, loss.dtype))
-    loss = call_on_global_batch(replica, regularizer, outputs)
-    if not divides or len(outputs.shape) == 0:
-        return loss
-    # Keras divides by the local rows, which are weight * all rows.
-    return loss * ops.cast(weight, loss.dtype)
-
-
-_activity_regularizer = _ActivityRegularizer()
 
 
 # --- attributes that a replica sets
