@@ -58,8 +58,8 @@ class FirstExample(keras.Model):
         return self._logged(loss, y, y_pred, sample_weight)
 
 
-class LowerLevel(keras.Model):
-    """A loss and metrics of the model's own."""
+class OwnMetrics(keras.Model):
+    """Model with its own loss and metrics."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -71,6 +71,8 @@ class LowerLevel(keras.Model):
     def metrics(self):
         return [self.loss_tracker, self.mae_metric]
 
+
+class LowerLevel(OwnMetrics):
     def train_step(self, data):
         x, y = data
 
@@ -149,17 +151,7 @@ class PureExample(PureSteps, keras.Model):
     pass
 
 
-class PureLowerLevel(PureSteps, keras.Model):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-        self.mae_metric = keras.metrics.MeanAbsoluteError(name="mae")
-        self.loss_fn = keras.losses.MeanSquaredError()
-
-    @property
-    def metrics(self):
-        return [self.loss_tracker, self.mae_metric]
-
+class PureLowerLevel(PureSteps, OwnMetrics):
     def compute_loss_and_updates(
         self, trainable, non_trainable, metrics, x, y, weight, training=False
     ):
