@@ -166,7 +166,8 @@ class ContainerContents:
 
     def read(self) -> Any:
         parts = _parts_of(self.owner)
-        if parts and isinstance(parts[-1], DifferingAttribute):
+        # Not `isinstance`, which raises for a dead weak reference.
+        if parts and type(parts[-1]) is DifferingAttribute:
             return parts[-1]
         return self._kind(self.owner)
 
@@ -177,7 +178,7 @@ class ContainerContents:
         old, new = _parts_of(before), _parts_of(self.owner)
         if len(old) == len(new) and all(map(operator.is_, old, new)):
             return False
-        return not any(isinstance(part, _SHARED) for part in new)
+        return not any(issubclass(type(part), _SHARED) for part in new)
 
     def write(self, value: Any) -> None:
         kind = self._kind
@@ -198,35 +199,56 @@ def _parts_of(container: Any) -> list[Any]:
     return [*container, *values]
 
 
-# The layers and metrics of strategies by `id`, which may be unhashable, and the latter.
-_owners: dict[int, tuple[weakref.ref, Any]] = {}
+class _Owner:
+    """A layer or metric of a strategy, which may have lists, dicts and sets."""
+
+    def __init__(self, reference: weakref.ref, strategy: Any):
+        self.reference, self.strategy = reference, strategy
+        self._count, self._names = 0, ()
+
+    def containers(self) -> list[Any]:
+        owner = self.reference()
+        if owner is None:
+            return []
+        attributes = vars(owner)
+        if len(attributes) != self._count:
+            self._count = len(attributes)
+            self._names = tuple(attributes.keys() - _KERAS_ATTRIBUTES)
+        try:
+            values = [attributes[name] for name in self._names]
+        except KeyError:  # one was deleted, and another one set
+            self._count = 0
+            return self.containers()
+        # Not `isinstance`, which raises for a dead weak reference.
+        return [x for x in values if issubclass(type(x), (list, dict, set))]
+
+
+# By the owner's `id`, since it may be unhashable.
+_owners: dict[int, _Owner] = {}
 # Other attributes of Keras's own layers do not change in a call.
 _KERAS_ATTRIBUTES = frozenset(vars(keras.layers.Identity(name="identity")))
 
 
 def note_owner(owner: Any, strategy: Any) -> None:
-    """Record a layer or metric of a strategy, which may have lists, dicts and sets."""
+    """Record a layer or metric of a strategy."""
     key = id(owner)
-    _owners[key] = weakref.ref(owner, lambda _: _owners.pop(key, None)), strategy
+    reference = weakref.ref(owner, lambda _: _owners.pop(key, None))
+    _owners[key] = _Owner(reference, strategy)
 
 
 def _find_containers(strategy: Any) -> list[ContainerContents]:
     """Return those of a strategy's layers and metrics; of all if it is None."""
+    values = []
+    for owner in list(_owners.values()):  # another thread may add one
+        if strategy is None or owner.strategy is strategy:
+            values += owner.containers()
     found: list[ContainerContents] = []
-    for reference, owner_strategy in list(_owners.values()):
-        owner = reference()
-        if owner is not None and strategy in (None, owner_strategy):
-            attributes = vars(owner)
-            for name in attributes.keys() - _KERAS_ATTRIBUTES:
-                _add_containers(attributes[name], found)
+    while values:
+        value = values.pop()
+        if issubclass(type(value), (list, dict, set)) and hasattr(value, "tracker"):
+            found.append(ContainerContents(value))
+            values += value.values() if isinstance(value, dict) else value
     return found
-
-
-def _add_containers(value: Any, found: list[ContainerContents]) -> None:
-    if isinstance(value, list | dict | set) and hasattr(value, "tracker"):
-        found.append(ContainerContents(value))
-        for part in value.values() if isinstance(value, dict) else value:
-            _add_containers(part, found)
 
 
 def _find_place(owner: Any, name: str | None) -> _Attribute | ContainerContents:

@@ -212,16 +212,17 @@ _variable = _Noted(keras.Variable, {"trainable": _setting_trainable})
 
 @hook(
     keras.Layer,
-    "add_loss",
-    "(self, loss)",
+    ("add_loss", "_clear_losses"),
+    ("self",),
     when=current_attributes,
     multi_replica_only=True,
 )
-def _add_loss(original, attributes, self, loss):
+def _change_losses(original, attributes, self, *args):
     """Keep the losses of a layer separate per replica."""
-    attributes.keep(self._losses)
-    attributes.keep(self._loss_ids)
-    original(self, loss)
+    if args or self._losses or self._loss_ids:
+        attributes.keep(self._losses)
+        attributes.keep(self._loss_ids)
+    original(self, *args)
 
 
 # --- private state of Keras
