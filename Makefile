@@ -66,7 +66,7 @@ test-launchers: $(STAMP)
 equality: $(STAMP)
 	@set -e; for backend in $(BACKENDS); do \
 	    KERAS_BACKEND=$$backend $(VENV)/bin/python \
-	        -m tests.equality --native; \
+	        -m conformance.equality --native; \
 	done
 
 # Three quarters of an hour. ARGS="--system accelerate --only batch_norm" runs a part.

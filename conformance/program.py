@@ -67,12 +67,12 @@ _PROGRAMS: dict[str, Program] = {}
 
 
 def program(
-    data: Callable[[int], Data], **options: Any
+    data: Callable[[int], tuple], **options: Any
 ) -> Callable[[Callable[[], keras.Model]], Callable[[], keras.Model]]:
     """Register a function that builds a compiled model as a program.
 
     Args:
-        data: Returns the arrays of a number of rows.
+        data: Returns the arrays of a number of rows, as a tuple of `Data`.
         **options: Further attributes of `Program`.
     """
 
@@ -83,7 +83,9 @@ def program(
                 f"Received: {build.__name__!r}"
             )
         family = build.__module__.rpartition(".")[2]
-        made = Program(build.__name__, family, build, data, **options)
+        made = Program(
+            build.__name__, family, build, lambda rows: Data(*data(rows)), **options
+        )
         _PROGRAMS[made.name] = made
         return build
 

@@ -19,19 +19,17 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from conformance.compare import LOGS, WEIGHTS, largest
 from conformance.program import Program, select
 from conformance.systems import ALL, System
 from conformance.systems.training import NotApplicable, Outcome
 from keras_strategy.commands.local_cluster import free_ports
 
-# The largest differences of rounding, in weights and in logs.
-WEIGHTS, LOGS = 2e-5, 1e-5
 # The longest a cell may take, and how long the other replicas of a failed one may.
 CELL_SECONDS = 60.0
 GRACE_SECONDS = 3.0
@@ -42,36 +40,14 @@ class CellError(Exception):
     """Failure of a cell, in the words of its process."""
 
 
-def difference(one: Sequence[Any], many: Sequence[Any]) -> float:
-    """Return the largest difference: absolute up to 1, relative above.
-
-    Raises:
-        ValueError: If the arrays are not comparable, or a value is not finite.
-    """
-    worst = 0.0
-    for a, b in zip(one, many, strict=True):
-        a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
-        if a.shape != b.shape:
-            raise ValueError(f"shapes {a.shape} and {b.shape}")
-        if not np.isfinite(a).all():
-            raise ValueError("the reference is not finite")
-        if not np.isfinite(b).all():
-            raise ValueError("a value is not finite")
-        if a.size:
-            worst = max(worst, float((np.abs(a - b) / np.maximum(1, np.abs(a))).max()))
-    return worst
-
-
 def compare(one: Outcome, many: Outcome) -> dict[str, Any]:
     """Return the largest differences of the weights and of the logs."""
     missing = one.logs.keys() ^ many.logs.keys()
     if missing:
         raise ValueError(f"no log {sorted(missing)[0]!r} in one of the two")
     return {
-        "weights": difference(one.weights, many.weights),
-        "logs": difference(
-            list(one.logs.values()), [many.logs[key] for key in one.logs]
-        ),
+        "weights": largest(one.weights, many.weights),
+        "logs": largest(list(one.logs.values()), [many.logs[key] for key in one.logs]),
         "warnings": many.warnings,
     }
 

@@ -123,7 +123,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _clean():
-    """A test starts from the same seed and leaves no strategy in charge."""
+    """Start a test from the same seed, and check that it leaves no strategy."""
     keras.utils.set_random_seed(0)
     yield
     assert not ks.has_strategy(), "the test left a strategy in charge"
@@ -139,7 +139,7 @@ def _found(module: str) -> list[str]:
 def starter():
     """Starts workers that have Keras and the engine imported."""
     # `keras.utils.set_random_seed` imports TensorFlow on every backend, for seconds.
-    with WarmStarter(["tools.quick_keras", *_found("tensorflow")]) as starter:
+    with WarmStarter(["tools.quick_keras", "pytest", *_found("tensorflow")]) as starter:
         yield starter
 
 

@@ -5,7 +5,7 @@ import time
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there; a zombie, which awaits its parent, is not."""
+    """Return True if a process exists and is no zombie, which awaits its parent."""
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What importing the package does to a process, in processes of its own."""
+"""Effects of importing the package, in processes of their own."""
 
 import ast
 import importlib.util
@@ -117,7 +117,7 @@ print(light, resolver.num_accelerators(), "keras" in sys.modules)
 @pytest.mark.full
 @on_torch
 def test_any_public_name_can_be_first(last_line):
-    """Of each module one, in a process forked from one that has imported the engine."""
+    """Import each module first, in a process forked from one with the backend."""
     code = """
 import json, os, sys
 import keras

@@ -66,7 +66,7 @@ def as_it_was(monkeypatch, tmp_path):
 
 
 def start_as_one_process(monkeypatch):
-    """What torchrun tells the only process of a job."""
+    """Variables that torchrun sets for the only process of a job."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -41,7 +41,7 @@ def find(name):
 
 
 def difference(row):
-    """What differs between a name of tf.distribute and ours, or None."""
+    """Return the difference between a name of tf.distribute and ours, or None."""
     try:
         found = find(row["name"])
     except AttributeError:
@@ -74,7 +74,7 @@ def difference(row):
 
 
 def error_of(row):
-    """What comes of the use of a refused name."""
+    """Return the result of using a refused name."""
     owner, _, last = row["name"].rpartition(".")
     of_refused = owner and pages.statuses_of(owner)[BACKEND].word == "refused"
     if of_refused and row["kind"] != "staticmethod":

@@ -42,7 +42,7 @@ def topology_of(library, mesh, tasks=1, missing=0):
 
 
 def outcome(fn):
-    """What a call gives, or which error."""
+    """Return the result of a call, or its error."""
     try:
         return fn()
     except Exception as error:
@@ -106,7 +106,7 @@ def build(library, mesh, tasks=1, missing=0, **arguments):
 
 
 def same(mesh, **arguments):
-    """Whether both give the same, or the same kind of error for the same reason."""
+    """Return True if results are equal, or errors have the same kind and reason."""
     mine, native = LIBRARIES
     own = outcome(lambda: build(mine, mesh, **arguments))
     other = outcome(lambda: build(native, mesh, **arguments))

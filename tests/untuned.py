@@ -4,10 +4,10 @@ import tensorflow as tf
 
 
 def leave_untuned() -> None:
-    """Has all datasets that are iterated from now on go without.
+    """Iterate over all datasets from now on without tuning.
 
     Whoever drops an iterator waits for that thread. On busy cores it can look whether
-    it is to end just before it is told to, and then sleeps first, for up to a minute.
+    it is to end just before the request, and then sleeps first, for up to a minute.
     """
     iterate = tf.data.Dataset.__iter__
     untuned = tf.data.Options()

@@ -2,8 +2,8 @@
 
     python tools/ports.py [pytest arguments]
 
-The ports are in tests/ports. Each runs on one device and on 2 and 3 replicas, once per
-backend; what was measured is printed, and becomes the page if all of them ran.
+The ports are in conformance/ports. Each runs on one device and on 2 and 3 replicas,
+once per backend. The page is written if all of them ran.
 """
 
 import os

@@ -79,9 +79,9 @@ def _equal_rows(
     devices: list[str], seconds: float, shard: str | None = None
 ) -> Iterator[Row]:
     import keras_strategy as ks
-    from tests.equality.__main__ import ROWS, run, tolerances
-    from tests.equality.cases import all_cases
-    from tests.equality.compare import differences
+    from conformance.compare import differences
+    from conformance.equality.__main__ import ROWS, run, tolerances
+    from conformance.equality.cases import all_cases
 
     until = time.monotonic() + 0.6 * seconds  # some rows take long
     strategy = ks.MirroredStrategy(devices, shard=shard)
@@ -133,7 +133,7 @@ def _workers(
     timed: bool = True,
 ) -> Row:
     """Train on two workers and on one device, and compare the weights."""
-    from tests.equality.compare import WEIGHTS, largest
+    from conformance.compare import WEIGHTS, largest
 
     communication = {"implementation": implementation}
     ours = fit_of_workers(communication=communication, shard=shard, exact=True)

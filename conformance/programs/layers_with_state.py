@@ -4,18 +4,18 @@ import keras
 from keras import layers, ops
 
 from conformance import models
-from conformance.models import Lambda, compiled, mlp
+from conformance.models import Lambda, mlp, with_sgd
 from conformance.program import program
 
 
 @program(models.regression)
 def batch_norm():
-    return compiled(mlp(layers.BatchNormalization()))
+    return with_sgd(mlp(layers.BatchNormalization()))
 
 
 @program(models.regression)
 def batch_norm_renorm():
-    return compiled(mlp(layers.BatchNormalization(renorm=True, momentum=0.8)))
+    return with_sgd(mlp(layers.BatchNormalization(renorm=True, momentum=0.8)))
 
 
 @program(models.images)
@@ -30,38 +30,27 @@ def batch_norm_of_a_convolution():
 
 @program(models.steps)
 def batch_norm_with_a_mask():
-    return compiled(
-        keras.Sequential(
-            [
-                keras.Input((models.STEPS, 2)),
-                layers.Masking(),
-                layers.Dense(4, use_bias=False),
-                layers.BatchNormalization(),
-                layers.LSTM(4, return_sequences=True),
-                layers.Dense(1),
-            ]
-        )
-    )
+    return with_sgd(models.masked_steps(layers.BatchNormalization()))
 
 
 @program(models.regression)
 def layer_norm():
-    return compiled(mlp(layers.LayerNormalization()))
+    return with_sgd(mlp(layers.LayerNormalization()))
 
 
 @program(models.regression)
 def spectral_norm():
-    return compiled(mlp(layers.SpectralNormalization(layers.Dense(8))))
+    return with_sgd(mlp(layers.SpectralNormalization(layers.Dense(8))))
 
 
 @program(models.regression)
 def dropout():
-    return compiled(mlp(layers.Dropout(0.5, seed=3)))
+    return with_sgd(mlp(layers.Dropout(0.5, seed=3)))
 
 
 @program(models.regression)
 def dropout_without_a_seed():
-    return compiled(mlp(layers.Dropout(0.5)))
+    return with_sgd(mlp(layers.Dropout(0.5)))
 
 
 @program(models.images)
@@ -93,7 +82,7 @@ class Noise(layers.Layer):
 
 @program(models.regression)
 def noise_of_a_users_layer():
-    return compiled(mlp(Noise()))
+    return with_sgd(mlp(Noise()))
 
 
 class MovingMean(layers.Layer):
@@ -112,7 +101,7 @@ class MovingMean(layers.Layer):
 
 @program(models.regression)
 def moving_mean_of_a_users_layer():
-    return compiled(mlp(MovingMean()))
+    return with_sgd(mlp(MovingMean()))
 
 
 @program(models.words)
@@ -122,15 +111,12 @@ def embedding():
 
 @program(models.regression)
 def lora():
-    dense = layers.Dense(8)
-    model = mlp(dense)
-    dense.enable_lora(2)
-    return compiled(model)
+    return with_sgd(models.with_lora())
 
 
 @program(models.regression)
 def standardization_over_the_batch():
     """Compute statistics of the batch, in a layer of the user's."""
-    return compiled(
+    return with_sgd(
         mlp(Lambda(lambda x: (x - ops.mean(x, axis=0)) / (ops.std(x, axis=0) + 0.1)))
     )

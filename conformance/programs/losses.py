@@ -4,13 +4,13 @@ import keras
 from keras import layers, losses, ops
 
 from conformance import models
-from conformance.models import AddLoss, compiled, mlp
-from conformance.program import Data, program
+from conformance.models import AddLoss, mlp, with_sgd
+from conformance.program import program
 
 
 @program(models.regression)
 def mean_squared_error():
-    return compiled(mlp())
+    return with_sgd(mlp())
 
 
 @program(models.classes)
@@ -20,7 +20,7 @@ def sparse_categorical_crossentropy():
 
 @program(models.weighted_regression)
 def sample_weight():
-    return compiled(mlp())
+    return with_sgd(mlp())
 
 
 @program(models.classes, class_weight={0: 1.0, 1: 0.5, 2: 3.0})
@@ -30,21 +30,21 @@ def class_weight():
 
 @program(models.regression)
 def reduction_sum():
-    return compiled(
+    return with_sgd(
         mlp(), keras.optimizers.SGD(0.005), losses.MeanSquaredError(reduction="sum")
     )
 
 
 @program(models.weighted_regression)
 def reduction_mean_with_sample_weight():
-    return compiled(
+    return with_sgd(
         mlp(), loss=losses.MeanSquaredError(reduction="mean_with_sample_weight")
     )
 
 
 @program(models.one_hot)
 def dice():
-    return compiled(mlp(outputs=models.CLASSES), loss=_after_sigmoid(losses.Dice()))
+    return with_sgd(mlp(outputs=models.CLASSES), loss=_after_sigmoid(losses.Dice()))
 
 
 def _after_sigmoid(loss):
@@ -54,38 +54,25 @@ def _after_sigmoid(loss):
 @program(models.classes)
 def circle():
     """Compare the rows of a batch with each other, in a loss of Keras's."""
-    return compiled(
+    return with_sgd(
         mlp(outputs=models.CLASSES), keras.optimizers.SGD(0.001), losses.Circle()
     )
 
 
-def _labels(rows):
-    data = models.words(rows)
-    # The class 0 is the blank.
-    return Data(data.x, data.y[:, :2].clip(1))
-
-
-@program(_labels)
+@program(models.labels)
 def ctc():
     return models.tagger(layers.Embedding(models.WORDS, 4), loss=losses.CTC())
 
 
 @program(models.regression)
 def scalar_loss_function():
-    return compiled(mlp(), loss=lambda y, y_pred: ops.mean(ops.abs(y - y_pred)))
+    return with_sgd(mlp(), loss=lambda y, y_pred: ops.mean(ops.abs(y - y_pred)))
 
 
 @program(models.regression)
 def concordance_of_the_batch():
     """Compute a number that is no mean over rows, in a loss function."""
-
-    def loss(y, y_pred):
-        mean, mean_pred = ops.mean(y), ops.mean(y_pred)
-        shared = ops.mean((y - mean) * (y_pred - mean_pred))
-        apart = ops.square(mean - mean_pred)
-        return 1 - 2 * shared / (ops.var(y) + ops.var(y_pred) + apart + 0.1)
-
-    return compiled(mlp(), loss=loss)
+    return with_sgd(mlp(), loss=models.concordance_loss)
 
 
 @program(models.classes)
@@ -100,21 +87,13 @@ def contrastive_loss_for_each_row():
         log_p = similarity - ops.logsumexp(similarity, axis=1, keepdims=True)
         return -ops.sum(same * log_p, axis=1) / ops.sum(same, axis=1)
 
-    return compiled(mlp(outputs=models.CLASSES), loss=loss)
+    return with_sgd(mlp(outputs=models.CLASSES), loss=loss)
 
 
-def _two_targets(rows):
-    data = models.regression(rows)
-    return Data(data.x, {"p": data.y, "q": abs(data.y)})
-
-
-@program(_two_targets)
+@program(models.two_targets)
 def two_outputs_with_loss_weights():
-    inputs = keras.Input((models.FEATURES,))
-    hidden = layers.Dense(8, "tanh")(inputs)
-    outputs = {name: layers.Dense(1, name=name)(hidden) for name in ("p", "q")}
-    return compiled(
-        keras.Model(inputs, outputs),
+    return with_sgd(
+        models.two_outputs(),
         loss={"p": "mse", "q": "mae"},
         loss_weights={"p": 1.0, "q": 0.5},
     )
@@ -135,21 +114,21 @@ def mask_mean_with_sample_weight():
 
 @program(models.regression)
 def add_loss_of_a_mean():
-    return compiled(mlp(AddLoss(lambda x: 0.1 * ops.mean(ops.square(x)))))
+    return with_sgd(mlp(AddLoss(lambda x: 0.1 * ops.mean(ops.square(x)))))
 
 
 @program(models.regression)
 def add_loss_of_a_sum():
-    return compiled(mlp(AddLoss(lambda x: 0.01 * ops.sum(ops.square(x)))))
+    return with_sgd(mlp(AddLoss(lambda x: 0.01 * ops.sum(ops.square(x)))))
 
 
 @program(models.regression)
 def activity_regularizer():
-    return compiled(mlp(layers.Dense(8, activity_regularizer="l2")))
+    return with_sgd(mlp(layers.Dense(8, activity_regularizer="l2")))
 
 
 @program(models.regression)
 def kernel_regularizer():
-    return compiled(
+    return with_sgd(
         mlp(layers.Dense(8, kernel_regularizer="l1", bias_regularizer="l2"))
     )

@@ -4,7 +4,7 @@ import keras
 from keras import metrics, ops
 
 from conformance import models
-from conformance.models import compiled, mlp
+from conformance.models import mlp, with_sgd
 from conformance.program import program
 
 
@@ -15,7 +15,7 @@ def accuracy():
 
 @program(models.binary)
 def auc():
-    return compiled(
+    return with_sgd(
         mlp(),
         loss=keras.losses.BinaryCrossentropy(from_logits=True),
         metrics=[metrics.AUC(from_logits=True, name="auc")],
@@ -30,7 +30,7 @@ def mean_iou():
 
 @program(models.binary)
 def precision_and_recall():
-    return compiled(
+    return with_sgd(
         mlp(),
         metrics=[
             metrics.Precision(0.2, name="precision"),
@@ -42,7 +42,7 @@ def precision_and_recall():
 
 @program(models.one_hot)
 def f1_score():
-    return compiled(
+    return with_sgd(
         mlp(outputs=models.CLASSES),
         metrics=[metrics.F1Score(average="macro", name="f1")],
     )
@@ -50,13 +50,13 @@ def f1_score():
 
 @program(models.regression)
 def r2_score():
-    return compiled(mlp(), metrics=[metrics.R2Score(name="r2")])
+    return with_sgd(mlp(), metrics=[metrics.R2Score(name="r2")])
 
 
 @program(models.regression)
 def correlation_over_the_batch():
     correlation = metrics.PearsonCorrelation(axis=0, name="r")
-    return compiled(mlp(), metrics=[metrics.RootMeanSquaredError(), correlation])
+    return with_sgd(mlp(), metrics=[metrics.RootMeanSquaredError(), correlation])
 
 
 @program(models.weighted_classes)
@@ -69,23 +69,9 @@ def metric_function():
     def largest_error(y, y_pred):
         return ops.max(ops.abs(y - y_pred), axis=-1)
 
-    return compiled(mlp(), metrics=[largest_error])
-
-
-class Total(metrics.Metric):
-    """Sum of the absolute targets."""
-
-    def __init__(self):
-        super().__init__(name="total")
-        self.total = self.add_variable((), "zeros", name="total")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        self.total.assign_add(ops.sum(ops.abs(ops.cast(y_true, self.dtype))))
-
-    def result(self):
-        return ops.cast(self.total, self.dtype)
+    return with_sgd(mlp(), metrics=[largest_error])
 
 
 @program(models.regression)
 def users_metric():
-    return compiled(mlp(), metrics=[Total()])
+    return with_sgd(mlp(), metrics=[models.Total()])

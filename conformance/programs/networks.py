@@ -4,8 +4,8 @@ import keras
 from keras import layers, ops
 
 from conformance import models
-from conformance.models import compiled
-from conformance.program import Data, program
+from conformance.models import with_sgd
+from conformance.program import program
 
 
 def _built(model, *shapes):
@@ -27,12 +27,12 @@ class Mlp(keras.Model):
 
 @program(models.regression)
 def subclassed_model():
-    return compiled(_built(Mlp(), (models.FEATURES,)))
+    return with_sgd(_built(Mlp(), (models.FEATURES,)))
 
 
 def _pairs(rows):
-    data = models.binary(rows)
-    return Data({"left": data.x, "right": data.x[:, ::-1].copy()}, data.y)
+    x, y = models.binary(rows)
+    return {"left": x, "right": x[:, ::-1].copy()}, y
 
 
 @program(_pairs)
@@ -41,7 +41,7 @@ def siamese_network():
     inputs = {name: keras.Input((models.FEATURES,)) for name in ("left", "right")}
     apart = tower(inputs["left"]) - tower(inputs["right"])
     output = layers.Dense(1, "sigmoid")(ops.abs(apart))
-    return compiled(keras.Model(inputs, output), loss="binary_crossentropy")
+    return with_sgd(keras.Model(inputs, output), loss="binary_crossentropy")
 
 
 @program(models.words)
@@ -54,7 +54,7 @@ def transformer_block():
     x += layers.Dense(8)(layers.Dense(16, "gelu")(x))
     outputs = layers.Dense(models.CLASSES)(layers.LayerNormalization()(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return compiled(keras.Model(inputs, outputs), loss=loss, metrics=["accuracy"])
+    return with_sgd(keras.Model(inputs, outputs), loss=loss, metrics=["accuracy"])
 
 
 class Sampling(layers.Layer):
@@ -73,8 +73,8 @@ class Sampling(layers.Layer):
 
 
 def _itself(rows):
-    x = models.regression(rows).x
-    return Data(x, x)
+    x, _ = models.regression(rows)
+    return x, x
 
 
 @program(_itself)
@@ -82,7 +82,7 @@ def variational_autoencoder():
     inputs = keras.Input((models.FEATURES,))
     hidden = layers.Dense(4)(layers.Dense(8, "tanh")(inputs))
     decoded = layers.Dense(models.FEATURES)(Sampling()(hidden))
-    return compiled(keras.Model(inputs, decoded))
+    return with_sgd(keras.Model(inputs, decoded))
 
 
 class Retrieval(keras.Model):
@@ -108,7 +108,7 @@ class Retrieval(keras.Model):
 
 @program(models.regression)
 def retrieval_with_negatives_of_the_batch():
-    return compiled(_built(Retrieval(), (models.FEATURES,)))
+    return with_sgd(_built(Retrieval(), (models.FEATURES,)))
 
 
 class Factorization(keras.Model):
@@ -127,11 +127,11 @@ class Factorization(keras.Model):
         return ops.sigmoid(ops.tensordot(users, items, 2) + 0 * users[:, :1])
 
 
-@program(lambda rows: Data(models.words(rows).x[:, :2], models.binary(rows).y))
+@program(lambda rows: (models.words(rows)[0][:, :2], models.binary(rows)[1]))
 def factorization_that_sums_over_rows():
     model = Factorization()
     model(ops.zeros((1, 2), "int32"))
-    return compiled(model, loss="binary_crossentropy")
+    return with_sgd(model, loss="binary_crossentropy")
 
 
 class Experts(layers.Layer):
@@ -154,7 +154,7 @@ class Experts(layers.Layer):
 
 @program(models.regression)
 def mixture_of_experts_with_balancing_loss():
-    return compiled(models.mlp(Experts()))
+    return with_sgd(models.mlp(Experts()))
 
 
 class Distilled(keras.Model):
@@ -177,7 +177,7 @@ class Distilled(keras.Model):
 
 @program(models.regression)
 def distillation():
-    return compiled(Distilled().build_both())
+    return with_sgd(Distilled().build_both())
 
 
 class TripletLoss(keras.losses.Loss):
@@ -195,7 +195,7 @@ class TripletLoss(keras.losses.Loss):
 
 @program(models.classes)
 def batch_hard_triplet_loss():
-    return compiled(models.mlp(outputs=models.CLASSES), loss=TripletLoss())
+    return with_sgd(models.mlp(outputs=models.CLASSES), loss=TripletLoss())
 
 
 @program(models.images)

@@ -4,8 +4,8 @@ import keras
 from keras import layers, ops
 
 from conformance import models
-from conformance.models import compiled
-from conformance.program import Data, program
+from conformance.models import with_sgd
+from conformance.program import program
 from conformance.step_model import StepModel
 
 
@@ -13,7 +13,7 @@ def _functional(cls, outputs=1, **compile):
     """Return a compiled functional model of a class."""
     inputs = keras.Input((models.FEATURES,))
     hidden = layers.Dense(8, "tanh")(inputs)
-    return compiled(cls(inputs, layers.Dense(outputs)(hidden)), **compile)
+    return with_sgd(cls(inputs, layers.Dense(outputs)(hidden)), **compile)
 
 
 @program(models.regression)
@@ -181,8 +181,8 @@ class GAN(keras.Model):
 
 
 def _noise_and_rows(rows):
-    data = models.regression(rows)
-    return Data(data.x[:, 2:], data.x)
+    x, _ = models.regression(rows)
+    return x[:, 2:], x
 
 
 @program(

@@ -19,11 +19,11 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
+from conformance.equality.__main__ import mirrored
+from conformance.equality.cases import Case, all_cases
 from keras_strategy.audit import policy as row_policy
 from keras_strategy.audit.verify import AuditReport, verify
 from keras_strategy.testing import WorkerRunner
-from tests.equality.__main__ import mirrored
-from tests.equality.cases import Case, all_cases
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 BACKEND = keras.backend.backend()

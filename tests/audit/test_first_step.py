@@ -12,10 +12,10 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
+from conformance import models
+from conformance.compare import assert_equal, largest, scope, train
 from keras_strategy.audit import policy
 from keras_strategy.audit.policy import kinds_that_run_whole
-from tests.equality import models
-from tests.equality.compare import assert_equal, largest, scope, train
 from tests.training.shared import alone
 
 BACKEND = keras.backend.backend()
@@ -225,7 +225,7 @@ class NoisyLoss(Noisy):
 
 
 class Kept(Plain):
-    """Keras's own, of a loss that is summed: it comes to one device's."""
+    """Keras's own, of a loss that is summed: it equals one device's."""
 
     def compute_loss(self, x, y, y_pred, sample_weight, training=True):
         return super().compute_loss(x, y, y_pred, sample_weight)
@@ -559,7 +559,6 @@ def of_some(y_true, y_pred):
 
 
 def between_thirds(y_true, y_pred):
-    """Of fewer than 3 rows it is not a number."""
     error = ops.square(y_pred - y_true)
     third = ops.shape(error)[0] // 3
     return ops.mean(error[:third] * error[third : 2 * third])
@@ -696,7 +695,6 @@ def test_custom_test_step_equals_one_device(warned, number, metric, two, caplog)
 @pytest.mark.skipif(BACKEND == "jax", reason="nothing is tried there")
 @pytest.mark.parametrize("often", [3, 5, 10])
 def test_audit_collects_no_losses(often, two):
-    """What a program uses is kept as long as the program."""
     with two.scope():
         model = models.compiled(WithAStep())
     gc.collect()

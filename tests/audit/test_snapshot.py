@@ -12,8 +12,8 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
+from conformance import models
 from keras_strategy.audit.snapshot import Snapshot, find_objects, find_user_code
-from tests.equality import models
 
 BACKEND = keras.backend.backend()
 X, Y = models.regression(19)

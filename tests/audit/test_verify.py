@@ -9,10 +9,10 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
+from conformance import models
 from keras_strategy.audit.comparison import find_metric
 from keras_strategy.audit.report import ComparedValue
 from keras_strategy.audit.step import StepAudit
-from tests.equality import models
 
 BACKEND = keras.backend.backend()
 X, Y = models.regression(19)

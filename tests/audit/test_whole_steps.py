@@ -7,6 +7,8 @@ import pytest
 from keras import layers
 
 import keras_strategy as ks
+from conformance import models
+from conformance.compare import assert_equal, largest, scope, train
 from keras_strategy.audit import policy
 from keras_strategy.audit.policy import kinds_that_run_whole
 from tests.audit.whole_programs import (
@@ -17,8 +19,6 @@ from tests.audit.whole_programs import (
     compare_rows,
     with_layer,
 )
-from tests.equality import models
-from tests.equality.compare import assert_equal, largest, scope, train
 from tests.training.shared import alone, logged
 
 BACKEND = keras.backend.backend()

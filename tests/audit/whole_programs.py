@@ -11,7 +11,7 @@ import numpy as np
 from keras import layers, ops
 
 import keras_strategy as ks
-from tests.equality import models
+from conformance import models
 
 BACKEND = keras.backend.backend()
 # By batches of 8 the last one has 4 rows: even ones, as some programs need.
@@ -296,7 +296,7 @@ class Program:
     Attributes:
         make: Returns a compiled model.
         kinds: The kinds of its steps that run whole, in words.
-        options: Arguments of `tests.equality.compare.train`.
+        options: Arguments of `conformance.compare.train`.
         is_traceable: False for Python state and control flow, which JAX cannot trace,
             and for a custom `train_step`, which is another function there.
         is_eager: False if Keras on TensorFlow cannot train it without compilation.

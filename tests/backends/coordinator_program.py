@@ -1,4 +1,4 @@
-"""What programs rely on of a coordinator: the same of native's and of ours."""
+"""Programs of a coordinator: native's and ours behave the same."""
 
 import http.client
 import json
@@ -62,7 +62,7 @@ def listening_addresses():
 
 
 def told_to_strangers(address):
-    """What somebody gets there who shows no certificate."""
+    """Return the result of a client that shows no certificate."""
     connection = http.client.HTTPConnection(*address, timeout=60)
     try:
         connection.request("GET", "/health")
@@ -72,7 +72,7 @@ def told_to_strangers(address):
 
 
 def of_page(strategy):
-    """How far the program of the page gets in three steps, on the workers there are."""
+    """Return the steps of the page's program, and True if its loss is finite."""
     import numpy as np
 
     page = pathlib.Path(__file__).parents[2] / "docs" / "coordinator.md"

@@ -1,4 +1,4 @@
-"""What is JAX's alone: placement, donation, tracing."""
+"""JAX's placement, donation and tracing."""
 
 import collections
 import contextlib
@@ -20,11 +20,11 @@ if keras.backend.backend() != "jax":
 import jax
 
 from benchmarks.memory import collectives
+from conformance.compare import largest, scope
 from keras_strategy.backends.jax import patches_data
 from keras_strategy.backends.jax.variables import assemble_locally
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.values import PerReplica
-from tests.equality.compare import largest, scope
 
 X = np.random.default_rng(0).normal(size=(21, 6)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(21, 1)).astype("float32")
@@ -624,7 +624,7 @@ def test_loss_scaling_in_run(two):
 
 @pytest.mark.needs_patch("Optimizer._backend_apply_gradients", backend="jax")
 def test_sharded_step_sends_as_much_as_all_reduce():
-    """Of gradients a replica gets its part, and the new weights are gathered."""
+    """A replica receives its shard of the gradients, and new weights are gathered."""
     client = jax.devices()[0].client
 
     def sent(shard):
@@ -664,7 +664,7 @@ def test_sharded_step_sends_as_much_as_all_reduce():
     ("parts", "here"), [([0, 1, 0, 1], True), ([0, 1, 0, 0], False)]
 )
 def test_workers_agree_on_having_all_shards(parts, here):
-    """Where one has them and another has not, both must bring them together."""
+    """If only one branch has collectives, both branches must reduce."""
     values = np.arange(4.0)
     halves = (slice(0, 2),), (slice(2, 4),)
     Device = collections.namedtuple("Device", ["number", "process_index"])

@@ -24,7 +24,6 @@ def test_equal_components_form_one_array(two):
 
 
 def test_sharded_arrays_are_accepted_as_data(two):
-    """What `reduce` or a layer returned can be distributed again."""
     (whole,) = two.experimental_distribute_dataset([np.arange(6)])
     (again,) = two.experimental_distribute_dataset([whole.array])
     np.testing.assert_array_equal(again.array, np.arange(6))

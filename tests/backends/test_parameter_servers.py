@@ -1,4 +1,4 @@
-"""What only TensorFlow has an engine for: its own there, refused elsewhere."""
+"""Parameter servers: native on TensorFlow, refused elsewhere."""
 
 import json
 import pathlib
@@ -27,7 +27,7 @@ from tests.backends.coordinator_program import error_of, shared, told
 spec = ks.cluster_resolver.ClusterSpec({"worker": ports[:2], "ps": ports[2:]})
 config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=4)  # they wait in it
 def forked(serve):
-    # A process that serves when it is told to, and ends with this one.
+    # A process that serves on request, and ends with this one.
     told, tell = os.pipe()
     process = os.fork()
     if not process:
@@ -155,7 +155,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def check_shared(told, many):
-    """What native's and ours have to have told."""
+    """Check the results that native's and ours share."""
     assert told["same"] and told["remote"]
     assert told["done"] == [True, 3, 3] and told["fetch"] == [3, 7]
     assert told["no function"].startswith("TypeError: ")

@@ -1,4 +1,4 @@
-"""What is TensorFlow's alone: native tf.distribute as the oracle, and tf.function."""
+"""TensorFlow's native tf.distribute as the oracle, and tf.function."""
 
 import contextlib
 import functools

@@ -59,7 +59,7 @@ goes_on.set()
 
 
 def ran(*programs, has_one_exchange=False):
-    """What replicas do, in the order in which they do it.
+    """Record the operations of replicas in order.
 
     Args:
         *programs: For each replica the names of the collectives that it makes; a

@@ -1,4 +1,4 @@
-"""What the torch adapter does beside what all backends do."""
+"""Behaviour of the torch backend alone."""
 
 import threading
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
+from conformance.compare import largest, scope
 from keras_strategy.errors import KerasVersionError
-from tests.equality.compare import largest, scope
 
 torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
@@ -198,7 +198,6 @@ def test_torch_module_refuses_global_batch_statistics():
 
 
 def test_dry_run_does_not_call_torch_modules(two):
-    """What it keeps could not be put back."""
     kept = []
     for strategy in (ks.OneDeviceStrategy("cpu:0"), two):
         keras.utils.set_random_seed(3)
@@ -220,7 +219,7 @@ def test_dry_run_does_not_call_torch_modules(two):
 
 
 class OwnOptimizer(keras.Model):
-    """Has an optimizer of torch's apply the gradients, or writes to the tensors."""
+    """Apply gradients by an optimizer of torch, or write to the tensors."""
 
     def __init__(self, by_rows):
         super().__init__()

@@ -8,7 +8,7 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from tests.equality.compare import largest, scope
+from conformance.compare import largest, scope
 
 if keras.backend.backend() != "torch":
     pytest.skip("for the torch backend", allow_module_level=True)
@@ -95,7 +95,7 @@ def recurrent():
 
 @pytest.fixture
 def told(caplog):
-    """What was said of `jit_compile`."""
+    """Return the warnings of `jit_compile`."""
     caplog.set_level(logging.INFO, "keras_strategy")
 
     def lines():

@@ -27,7 +27,7 @@ OPTIMIZERS = {
 
 @pytest.fixture
 def calls(mirrored, monkeypatch):
-    """How often the kernel was called."""
+    """Return the number of calls of the kernel."""
     mirrored(2)  # which installs the hook, and tries the kernel
     seen = []
     kernel = patches_optimizers._adam

@@ -1,4 +1,4 @@
-"""Sums in buckets: workers send the same ones, whatever they come to."""
+"""Sums in buckets: all workers send the same buckets."""
 
 import contextlib
 import hashlib
@@ -111,7 +111,7 @@ def test_worker_discards_sent_buckets(early):
 
     results, count = of_sums(act)
     assert results == [[SUM] * 9] * WORKERS
-    # What is sent in vain, the comparison, and the sum again.
+    # The discarded buckets, the comparison, and the sum again.
     assert count == 2 * 3 + 2 + 3 * (5 + 2)
 
 
@@ -271,7 +271,7 @@ def test_changed_gradients_stop_early_sending():
         )
         for total, gradient in zip(sums, gradients, strict=True):
             assert torch.equal(total, gradient * 0.5)
-    # From the third step on they are expected; after three in vain, no more.
+    # From the third step on they are expected; after three discarded ones, no more.
     assert sent == [0, 0, 2, 2, 2, 2, 2, 2, 2, 0]
 
 

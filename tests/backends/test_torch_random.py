@@ -11,9 +11,9 @@ if keras.backend.backend() != "torch":
 import torch
 
 import keras_strategy as ks
+from conformance.compare import scope
 from keras_strategy.backends.torch import random
 from keras_strategy.testing import WorkerRunner
-from tests.equality.compare import scope
 
 # More numbers than are drawn at once.
 SHAPE = 30, 1237

@@ -1,4 +1,4 @@
-"""A run on GPUs, rehearsed on CPU devices: what fails leaves the others alone."""
+"""Dry run of the GPU script on CPU devices: a failed part leaves the others."""
 
 import json
 import time

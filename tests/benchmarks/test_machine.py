@@ -1,4 +1,4 @@
-"""What others take of the machine."""
+"""Load of other processes on the machine."""
 
 import os
 import types

@@ -1,4 +1,4 @@
-"""What the benchmark of memory reads of a compiled program."""
+"""Memory figures of a compiled program."""
 
 from benchmarks.memory import collectives
 

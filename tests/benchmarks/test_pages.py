@@ -1,4 +1,4 @@
-"""What was measured is what the documentation says."""
+"""Measured figures on the pages of the documentation."""
 
 import json
 

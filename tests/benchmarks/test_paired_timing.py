@@ -8,7 +8,7 @@ from benchmarks.paired_timing import SHORT, WALL, compare, warm
 
 
 class Machine:
-    """Where programs take turns, and each round finds it twice as slow or as fast."""
+    """Machine on which one of two programs is half or twice as fast in a round."""
 
     def __init__(self):
         self.turns = []
@@ -56,7 +56,6 @@ def test_paired_programs_train_alike():
 
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 2.0, 30.0])
 def test_lengths_are_multiples_of_eight_steps(seconds):
-    """Where it is fewer than 64, a step is too long for that to matter."""
     machine = Machine()
     machine.pace = itertools.repeat(1.0)
     program = machine.program("both", 0.01)

@@ -1,4 +1,4 @@
-"""A short patience, for clients that have taken their time to join."""
+"""Short timeouts, for clients that have taken their time to join."""
 
 from keras_strategy.cluster.client import CoordinatorClient
 

@@ -79,7 +79,7 @@ def test_early_exchange_is_received(together):
 def test_client_may_leave_after_sending(together):
     """And who waits for what was not told hears of it."""
     # A failure is raised by whatever a client does next, so that both must have read
-    # what was told before one of them fails.
+    # the messages before one of them fails.
     both_have_read, has_left = threading.Barrier(2), threading.Event()
 
     def work(client, rank):

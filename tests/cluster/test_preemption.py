@@ -1,4 +1,4 @@
-"""When workers that are told to end save, and when they end."""
+"""Times at which preempted workers save and end."""
 
 import os
 import signal

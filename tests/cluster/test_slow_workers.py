@@ -1,4 +1,4 @@
-"""Long waits say what they wait for, once."""
+"""Slow-operation warnings name the operation, once."""
 
 import logging
 import threading

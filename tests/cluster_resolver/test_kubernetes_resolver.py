@@ -177,7 +177,7 @@ def test_requests_time_out():
 
 @pytest.fixture
 def pod_of_a_cluster(make_server, monkeypatch, tmp_path):
-    """What a pod has: an https API, its certificate, and a token."""
+    """Files and API of a pod: https, its certificate, and a token."""
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)

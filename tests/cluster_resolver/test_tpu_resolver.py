@@ -353,23 +353,18 @@ def test_discovery_url_is_used(https_api, monkeypatch, caplog, by_variable):
     assert "SECRET" not in caplog.text
 
 
-def test_token_is_never_sent_unencrypted(https_api, make_server):
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda plain: json.dumps(description(plain.url)),
+        lambda plain: (302, "", {"Location": plain.url + "/tpu/v1"}),
+    ],
+    ids=["service", "redirect"],
+)
+def test_token_is_never_sent_unencrypted(answer, https_api, make_server):
     plain = make_server()
     plain.answers[NODE] = json.dumps(READY)
-    https_api.answers["/tpu/v1"] = json.dumps(description(plain.url))
-    with pytest.raises(ValueError, match="Could not lookup TPU metadata"):
-        named(
-            https_api,
-            service=None,
-            credentials=Credentials(TOKEN),
-            discovery_url=https_api.url + "/{api}/{apiVersion}",
-        ).cluster_spec()
-    assert plain.requests == []
-
-
-def test_discovery_follows_no_redirect(https_api, make_server):
-    plain = make_server()
-    https_api.answers["/tpu/v1"] = (302, "", {"Location": plain.url + "/tpu/v1"})
+    https_api.answers["/tpu/v1"] = answer(plain)
     with pytest.raises(ValueError, match="Could not lookup TPU metadata"):
         named(
             https_api,

@@ -38,7 +38,7 @@ class Script:
         return finish(self.start(*options, arguments=arguments))
 
     def told(self, name: str, workers: int) -> list:
-        """What the workers told under a name, by rank."""
+        """Return the values that workers reported under a name, by rank."""
         return [
             json.loads((self.folder / f"{name}{rank}").read_text())
             for rank in range(workers)

@@ -6,7 +6,7 @@ from keras_strategy.commands.launcher import PrefixedStream, failure_lines
 
 
 def pass_on(*chunks: bytes) -> tuple[bytes, collections.deque[bytes]]:
-    """What becomes of what a worker writes in these pieces."""
+    """Return the output of a worker that writes these pieces."""
     source, writer = os.pipe()
     target = io.BytesIO()
     last_lines: collections.deque[bytes] = collections.deque(maxlen=200)

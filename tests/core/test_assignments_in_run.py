@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
-from tests.equality.compare import largest
+from conformance.compare import largest
 from tests.training.shared import logged
 
 EAGER = ks.RunOptions(compile=False)

@@ -1,4 +1,4 @@
-"""A training loop of one's own: what one device does, also for uneven batches."""
+"""Custom training loops equal one device, also for uneven batches."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What a replica can ask, where it cannot, and in layers, losses and metrics."""
+"""Methods of the replica context, in `run` and in layers, losses and metrics."""
 
 import functools
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from tests.equality.compare import assert_equal, train
+from conformance.compare import assert_equal, train
 
 X = np.random.RandomState(0).randn(21, 3).astype("float32")
 Y = np.random.RandomState(1).randn(21, 1).astype("float32")

@@ -1,4 +1,4 @@
-"""What becomes of an on_read variable that is assigned outside of the replicas."""
+"""Assignments to on_read variables outside of the replicas."""
 
 import keras
 import numpy as np

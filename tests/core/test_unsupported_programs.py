@@ -1,4 +1,4 @@
-"""What works on one device, and what is said where it cannot with several replicas."""
+"""Programs that one device can run, and the errors of several replicas."""
 
 import keras
 import numpy as np

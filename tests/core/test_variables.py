@@ -152,7 +152,7 @@ def test_gather_of_uneven_rows(api):
 
 
 class Doubled(keras.Variable):
-    """A user's variable, which reads as twice what is stored."""
+    """Custom variable, which reads as twice what is stored."""
 
     @property
     def value(self):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
+from conformance.compare import largest, scope
 from keras_strategy.data.sources import (
     Prefetcher,
     prefetch_disabled,
     stop_prefetchers_on_exit,
 )
-from tests.equality.compare import largest, scope
 
 WAIT = 60.0  # seconds, for what happens at once
 TENSORFLOW = keras.backend.backend() == "tensorflow"

@@ -262,7 +262,7 @@ def ways_to_fit(alone: bool = False) -> dict:
 
 
 def goes_on() -> list[tuple[list, list]]:
-    """What datasets give after their first element, and when they go on there."""
+    """Return the elements of datasets after the first, and after a resume there."""
     strategy, _ = in_charge(False)
     rank = strategy.extended.cluster.rank
     own = [np.arange(2) + 10 * rank + 2 * step for step in range(3 + rank)]

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from conformance.compare import largest
 from keras_strategy.testing import WorkerRunner
 from tests.distributed import resume_jobs
-from tests.equality.compare import largest
 from tests.testing.warm_starter import WarmStarter
 
 BACKENDS = ("jax", "torch", "tensorflow")
@@ -53,7 +53,7 @@ def interrupt(function: Any, folder: pathlib.Path, run: Run) -> None:
 
 
 def gone_on(function: Any, folder: pathlib.Path, run: Run) -> list[float]:
-    """How far those end who go on there, by `COUNTS`."""
+    """Return the largest differences of resumed trainings, in the order of `COUNTS`."""
     with np.load(folder / "whole.npz") as file:
         whole = [file[f"arr_{i}"] for i in range(len(file.files))]
     figures = []

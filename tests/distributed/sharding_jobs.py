@@ -1,4 +1,4 @@
-"""What workers do whose devices share the state of a training."""
+"""Jobs of workers whose devices shard the state of a training."""
 
 import contextlib
 import copy

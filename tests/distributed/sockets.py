@@ -1,4 +1,4 @@
-"""Where a process can be reached."""
+"""Addresses at which a process can be reached."""
 
 import contextlib
 import ipaddress

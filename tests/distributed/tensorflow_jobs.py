@@ -1,4 +1,4 @@
-"""What workers do in the tests of the TensorFlow adapter. See jobs.py."""
+"""Jobs of workers on TensorFlow. See jobs.py."""
 
 from typing import Any
 
@@ -117,7 +117,7 @@ def loops_in_functions(alone: bool = False) -> dict:
 
 
 def variables_and_dtypes() -> dict:
-    """What is read of on_read variables, and the dtypes that travel."""
+    """Return the reads of on_read variables, and the dtypes that are sent."""
     strategy = ks.MultiWorkerMirroredStrategy()
     with strategy.scope():
         variables = {
@@ -303,7 +303,7 @@ def after_other_use() -> str:
 
 
 def gradients_of_other_shapes() -> str:
-    """What is said where workers apply gradients that do not fit together."""
+    """Return the errors of workers that apply gradients that do not fit together."""
     strategy = ks.MultiWorkerMirroredStrategy()
     last = strategy.extended.local_replicas.start > 0
     with strategy.scope():

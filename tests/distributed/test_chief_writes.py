@@ -1,15 +1,169 @@
-"""What several workers write: once, by the chief, and whole."""
+"""Files of several workers: the chief alone writes them, once and completely."""
 
+import contextlib
 import csv
+import importlib.util
+import os
 import pathlib
 import signal
+import tempfile
 
 import keras
 import numpy as np
 import pytest
 
+import keras_strategy as ks
 from keras_strategy.training.saving import atomic_write_path
 from tests.distributed import jobs
+from tests.distributed.jobs import classifier, digits, weights
+
+# On JAX and TensorFlow, Keras exports models with it.
+HAS_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
+
+
+def write_everything(folder: str, epochs: int = 3) -> dict:
+    """Trains with callbacks that write, and saves."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = classifier()
+    path = pathlib.Path(folder)
+    path.mkdir(exist_ok=True)
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(path / "best.keras", save_best_only=True),
+        keras.callbacks.ModelCheckpoint(
+            str(path / "epoch{epoch}.weights.h5"), save_weights_only=True
+        ),
+        keras.callbacks.CSVLogger(path / "log.csv"),
+        keras.callbacks.BackupAndRestore(path / "backup", delete_checkpoint=False),
+    ]
+    x, y = digits(29)
+    history = model.fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=epochs,
+        validation_data=digits(7, seed=4),
+        callbacks=callbacks,
+        verbose=2,
+    )
+    model.save(path / "last.keras")
+    return {
+        "weights": weights(model),
+        "epochs": history.epoch,
+        "predicted": model.predict(x, verbose=0),
+    }
+
+
+def stop_by_some(folder: str) -> list[int]:
+    """Return the numbers of batches of `fit`, of which some workers want fewer."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+
+    class Stop(keras.callbacks.Callback):
+        batches = 0
+
+        def __init__(self, ranks, wanted):
+            super().__init__()
+            self.wanted = wanted if rank in ranks else 1000
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.batches += 1
+            if self.batches >= self.wanted:
+                self.model.stop_training = True
+
+    with strategy.scope():
+        model = classifier()
+    x, y = digits(29)
+    stops = [Stop([1], 6), Stop([0, 1], 6), Stop([1], 8)]
+    for stop in stops:
+        model.fit(x, y, batch_size=8, epochs=5, callbacks=[stop], verbose=0)
+    return [stop.batches for stop in stops]
+
+
+class Seen(keras.layers.Layer):
+    """Counts the rows that it has seen: each replica its own, until somebody reads."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.rows = keras.Variable(
+            0.0, trainable=False, aggregation="sum", synchronization="on_read"
+        )
+
+    def call(self, x):
+        self.rows.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+        return x
+
+
+def bytes_written(folder: str) -> dict:
+    """Return the bytes that this worker writes while all save 1 MB.
+
+    Returns:
+        By what saved it: the bytes, and whether the temporary folder was used.
+    """
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+    tempfile.tempdir = str(pathlib.Path(folder, f"temporary{rank}"))
+    os.mkdir(tempfile.tempdir)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((64,)), Seen(), keras.layers.Dense(4096), Seen()]
+        )
+        model.compile("sgd", "mse")
+    written = {}
+
+    @contextlib.contextmanager
+    def counted(name):
+        before = _bytes_written(), os.stat(tempfile.gettempdir()).st_mtime_ns
+        yield
+        used = os.stat(tempfile.gettempdir()).st_mtime_ns != before[1]
+        written[name] = _bytes_written() - before[0], used
+
+    path = pathlib.Path(folder)
+    x, y = np.ones((4, 64), "float32"), np.ones((4, 4096), "float32")
+    model.fit(x, y, batch_size=4, verbose=0)
+    with counted("save"), strategy.scope():
+        model.save(path / "model.keras")
+    with counted("save_weights"):
+        model.save_weights(path / "model.weights.h5")
+    checkpoint = keras.callbacks.ModelCheckpoint(path / "checkpoint.keras")
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=[checkpoint])
+    with counted("ModelCheckpoint"):
+        checkpoint.on_epoch_end(1, {})
+    # On torch, Keras exports nothing by itself.
+    if keras.backend.backend() != "torch" and HAS_TENSORFLOW:
+        with strategy.scope():
+            plain = keras.Sequential([keras.Input((64,)), keras.layers.Dense(4096)])
+        plain(x)
+        with counted("export"):
+            plain.export(path / "exported", verbose=False)
+    rows = float(model.layers[0].rows.value)
+    return {"written": written, "rows": rows, "weights": model.get_weights()}
+
+
+def _bytes_written() -> int:
+    """The bytes of all calls of `write` of this process."""
+    with open("/proc/self/io") as file:
+        return int(file.read().split("wchar:")[1].split()[0])
+
+
+def save_where_nobody_can(folder: str) -> dict[str, str]:
+    """The chief cannot write; what is raised on each worker, by what saves."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = classifier()
+    place = pathlib.Path(folder) / "a_file"
+    place.touch()
+    said = {}
+    for name, file in (
+        ("save", "model.keras"),
+        ("save_weights", "model.weights.h5"),
+        ("export", "exported"),
+    ):
+        try:
+            getattr(model, name)(place / file)
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +173,13 @@ def written(in_turns, tmp_path_factory):
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
     to = {name: {"folder": str(folder)} for name, folder in folders.items()}
     results, printed = in_turns(
-        whole=(jobs.write_everything, to["whole"]),
-        half=(jobs.write_everything, {**to["half"], "epochs": 1}),
-        resumed=(jobs.write_everything, to["half"]),
-        stopped=(jobs.stop_by_some, to["stopped"]),
-        nowhere=(jobs.save_where_nobody_can, to["nowhere"]),
+        whole=(write_everything, to["whole"]),
+        half=(write_everything, {**to["half"], "epochs": 1}),
+        resumed=(write_everything, to["half"]),
+        stopped=(stop_by_some, to["stopped"]),
+        nowhere=(save_where_nobody_can, to["nowhere"]),
         # The last: what is temporary is in this folder from then on.
-        bytes=(jobs.bytes_written, to["bytes"]),
+        bytes=(bytes_written, to["bytes"]),
     )
     return folders, results, printed
 
@@ -70,7 +224,7 @@ def test_other_workers_write_nothing(written):
         assert count < 10_000, name  # what engines write to pipes
     assert chief["rows"] == other["rows"] == 8
     saved = keras.models.load_model(
-        folders["bytes"] / "checkpoint.keras", custom_objects={"Seen": jobs.Seen}
+        folders["bytes"] / "checkpoint.keras", custom_objects={"Seen": Seen}
     )
     for one, values in zip(saved.get_weights(), chief["weights"], strict=True):
         np.testing.assert_array_equal(one, values)
@@ -97,7 +251,7 @@ def test_workers_stop_together(written):
 @pytest.mark.needs_patch("Model.save_weights", "Model.export", backend="torch")
 def test_write_error_of_chief_reaches_all_workers(written):
     chief, other = written[1]["nowhere"]
-    for name in ("save", "save_weights", *["export"] * jobs.HAS_TENSORFLOW):
+    for name in ("save", "save_weights", *["export"] * HAS_TENSORFLOW):
         assert chief[name].startswith(("NotADirectoryError", "FileExistsError"))
         said = f"WorkerFailedError: worker 0 failed in `{name}` to"
         assert other[name].startswith(said)

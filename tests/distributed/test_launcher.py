@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def warm(starter):
-    """What starts a launcher's workers where Keras and the engine are imported."""
+    """Start a launcher's workers from a process that has imported Keras."""
 
     def start(name, command, environment, stdout, stderr, descriptors=()):
         _, script, *arguments = command

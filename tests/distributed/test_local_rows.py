@@ -63,6 +63,6 @@ def test_fit_with_local_rows_in_many_ways(two_workers):
     expected = jobs.ways_to_fit(alone=True)
     for result in two_workers.run(jobs.ways_to_fit):
         assert equal(result["weights"], expected["weights"], 2e-5)
-        # When an epoch begins. What comes next is told while a step computes.
+        # When an epoch begins. The next row counts are sent while a step computes.
         assert result["asked"] == ["the next batch of its own"]
         assert "worker 0: 3, worker 1: 0" in result["refused"]

@@ -11,14 +11,14 @@ import keras
 import numpy as np
 import pytest
 
+from conformance.compare import largest
 from keras_strategy.testing import WorkerRunner
 from tests.distributed import resume_jobs
-from tests.equality.compare import largest
 
 
 @pytest.fixture(scope="module")
 def of_two(starter, tmp_path_factory):
-    """What two workers end with, and the folder of a backup that they left."""
+    """Return the results of two workers, and the folder of the backup they left."""
     folder = tmp_path_factory.mktemp("two")
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
         results = runner.run(resume_jobs.whole_and_resumed, str(folder))
@@ -72,7 +72,7 @@ def test_resume_with_another_number_of_workers(of_two, starter, mirrored, tmp_pa
 
 @pytest.mark.full
 def test_resume_on_another_backend(tmp_path):
-    """Of two replicas on this one, and of three on the next."""
+    """A backup of two replicas here resumes on three in the next process."""
     this = keras.backend.backend()
     others = {"jax": "torch", "torch": "tensorflow", "tensorflow": "jax"}
     environment = {

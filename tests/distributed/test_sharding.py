@@ -37,7 +37,7 @@ def test_two_workers_equal_one_device(shard, starter, tmp_path):
                 assert count == 2
                 assert sent == pytest.approx(weights, abs=8)
         if get_engine().name == "tensorflow":
-            # Of the one graph. With the gradients travels what tells what they are.
+            # Of the one graph. A checksum of their description follows the gradients.
             assert result["sent"] == {
                 "all-to-all": (1, pytest.approx(weights / 2, abs=100)),
                 "all-gather": (1, pytest.approx(weights / 2, abs=8)),

@@ -1,4 +1,4 @@
-"""What is TensorFlow's alone where there are several workers."""
+"""TensorFlow's behaviour with several workers."""
 
 import keras
 import numpy as np
@@ -24,7 +24,7 @@ def test_fit_in_many_ways_equals_one_device(starter):
 
 @pytest.fixture(scope="module")
 def results(in_turns):
-    """What each of two workers returns, and what they print."""
+    """Return each worker's results, and its output."""
     return in_turns(
         shuffled=(jobs.shuffle_without_a_seed, {}),
         variables=(jobs.variables_and_dtypes, {}),

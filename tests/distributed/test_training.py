@@ -11,7 +11,7 @@ TOLERANCE = 1e-5
 
 
 def equal(one, other, tolerance=TOLERANCE):
-    """Whether structures of arrays agree, in relation to 1 or to their size."""
+    """Return True if structures of arrays agree, relative to 1 or to their size."""
     if isinstance(one, dict):
         assert one.keys() == other.keys()
         return all(equal(one[key], other[key], tolerance) for key in one)
@@ -55,7 +55,7 @@ CALLS: dict[str, dict] = {
 
 @pytest.fixture(scope="module")
 def results(in_turns):
-    """What each of two workers returns, by function."""
+    """Return each worker's results, by function."""
     calls = {name: (getattr(jobs, name), CALLS[name]) for name in CALLS}
     return in_turns(**calls)[0]
 

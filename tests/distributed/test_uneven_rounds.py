@@ -1,11 +1,143 @@
-"""How often workers ask each other, which takes a journey to the chief and back."""
+"""Number of questions that workers send to the chief, each a round trip."""
+
+import os
+import pathlib
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 
+import keras_strategy as ks
 from keras_strategy.testing import WorkerRunner
-from tests.distributed import jobs
+from tests.distributed.jobs import agreements, classifier, digits
+from tests.processes import wait_until
+
+
+def rounds() -> dict:
+    """Return the questions that workers send to make models and to run functions."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+    result: dict[str, Any] = {}
+    keras.utils.set_random_seed(17)
+    with agreements(strategy) as result["the same values"], strategy.scope():
+        classifier()
+    keras.utils.set_random_seed(17 + rank)
+    with agreements(strategy) as result["other values"], strategy.scope():
+        model = classifier()
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    result["weights"] = [keras.ops.convert_to_numpy(v) for v in model.variables]
+    with strategy.scope():
+        first = keras.Variable(np.float32(5 + rank))
+        if rank == 1:
+            # What one worker reads, or computes from it, is the chief's already.
+            result["read"] = float(first) + 0.0
+        second = keras.Variable(np.float32(7 + rank))
+        first.assign_add(1)
+    result["variables"] = [float(first), float(second)]
+
+    def step(x, y):
+        def loss_fn(x, y):
+            return keras.ops.mean(
+                keras.losses.sparse_categorical_crossentropy(
+                    y, model(x), from_logits=True
+                )
+            )
+
+        loss, grads = ks.value_and_grad(loss_fn, model.trainable_variables)(x, y)
+        optimizer.apply(grads, model.trainable_variables)
+        return loss
+
+    # Of 7 rows, the first of two workers has 4, as of 8.
+    batches = [digits(8), digits(8), digits(8), digits(7), digits(8)]
+    result["steps"], losses = [], []
+    for x, y in strategy.experimental_distribute_dataset(batches):
+        with agreements(strategy) as asked:
+            loss = strategy.run(step, args=(x, y))
+            losses.append(float(strategy.reduce("mean", loss)))
+        result["steps"].append(asked)
+    result["losses"] = losses
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+    model.train_on_batch(*batches[0])
+    with agreements(strategy) as result["a batch"]:
+        model.train_on_batch(*batches[1])
+    result["told"] = [batches_told(strategy, takes) for takes in (None, False, True)]
+    result["read by one"] = losses_of_batches(strategy, reads=rank == 1)
+    return result
+
+
+def batches_told(strategy: Any, batches: bool | None) -> tuple[int, int]:
+    """Count the reported batches of `fit` of 3 batches, and its questions to stop.
+
+    Args:
+        strategy: The scope of the model.
+        batches: True if the callback takes batches, False if epochs; None without.
+    """
+    with strategy.scope():
+        model = classifier()
+    told: list[int] = []
+    when = "on_train_batch_end" if batches else "on_epoch_end"
+    own = keras.callbacks.LambdaCallback(**{when: lambda number, logs: dict(logs)})
+    original = keras.callbacks.CallbackList.on_train_batch_end
+
+    def counted(self, batch, logs=None):
+        told.append(batch)
+        original(self, batch, logs)
+
+    keras.callbacks.CallbackList.on_train_batch_end = counted
+    try:
+        with agreements(strategy) as asked:
+            callbacks = [] if batches is None else [own]
+            x, y = digits(24)
+            model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks)
+    finally:
+        keras.callbacks.CallbackList.on_train_batch_end = original
+    return len(told), asked.count("whether to stop")
+
+
+def losses_of_batches(strategy: Any, reads: bool) -> tuple[list[float], int]:
+    """Return what a callback for batches reads in 2 epochs, and how often workers ask.
+
+    Args:
+        strategy: The scope of the model.
+        reads: True if this worker has the callback.
+    """
+    with strategy.scope():
+        model = classifier()
+    losses: list[float] = []
+    reader = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: losses.append(logs["loss"])
+    )
+    callbacks = [reader] if reads else []
+    with agreements(strategy) as asked:
+        x, y = digits(24)
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    return losses, asked.count("whether the logs of batches are read")
+
+
+def different_programs(folder: str) -> None:
+    """Two workers go different ways after a step that both know.
+
+    They have little time for each other, and take none of it to start.
+    """
+    make = ks.MultiWorkerMirroredStrategy  # it has imported what it needs
+    pathlib.Path(folder, str(os.getpid())).touch()
+    wait_until(lambda: len(os.listdir(folder)) == 2, seconds=240)
+    strategy = make()
+    rank = strategy.extended.local_replicas.start
+
+    def step():
+        return ks.get_replica_context().all_reduce("sum", keras.ops.ones(()))
+
+    for _ in range(2):
+        total = strategy.run(step)
+    if rank == 0:
+        total = strategy.run(step)
+        print(float(strategy.experimental_local_results(total)[0]))
+    else:
+        strategy.gather(strategy.run(lambda: keras.ops.ones((1,))), axis=0)
+
 
 BACKEND = keras.backend.backend()
 
@@ -13,7 +145,7 @@ BACKEND = keras.backend.backend()
 @pytest.fixture(scope="module")
 def results(starter):
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
-        return runner.run(jobs.rounds)
+        return runner.run(rounds)
 
 
 @pytest.mark.full(keep_on="torch")
@@ -74,7 +206,7 @@ def test_diverging_workers_are_reported(starter, tmp_path):
     with WorkerRunner(
         2, timeout_seconds=280, environment=environment, starter=starter
     ) as runner:
-        runner.start(jobs.different_programs, str(tmp_path))
+        runner.start(different_programs, str(tmp_path))
         ends = runner.wait()
     for end in ends:
         assert end.exit_status != 0

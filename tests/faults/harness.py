@@ -41,7 +41,7 @@ DUMP_SECONDS = 5
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How a worker ended: its exit status, None where it did not, and when."""
+    """End of a worker: its exit status, None if it did not end, and the time."""
 
     status: int | None
     at: float
@@ -50,7 +50,7 @@ class End:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a fault.
+    """Result of a fault.
 
     Attributes:
         seconds: How long it took until the last of the others had ended.
@@ -158,7 +158,7 @@ def _wait(
 def _statuses(
     planted: Planted, fault: Fault, victim: End, others: dict[int, End]
 ) -> list[str]:
-    """What is wrong with the exit statuses."""
+    """Return the errors in the exit statuses."""
     wrong = []
     # Who has ended by itself waits in JAX for the others, of which the chief is gone.
     of_jax = victim.status == -signal.SIGABRT and JAX_SAYS in victim.output
@@ -228,7 +228,7 @@ def _members(groups: list[int]) -> list[str]:
 
 
 def _unreadable(folder: pathlib.Path) -> list[str]:
-    """What is wrong with the files that the workers have saved."""
+    """Return the errors in the files that workers have saved."""
     wrong = []
     for path in sorted(folder.rglob("*")):
         # What is not whole has another name, and is removed by the next that saves.

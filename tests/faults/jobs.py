@@ -25,7 +25,7 @@ from tests.distributed.machines import Machine, join_as_worker
 from tests.faults.table import CALLED, FAULTS, OF_CHIEF, Planted
 from tests.processes import wait_until
 
-# The file that tells when the fault happened.
+# The file with the time of the fault.
 HAPPENED = "happened"
 # Longer than any test waits.
 FOR_EVER = 600.0
@@ -55,7 +55,7 @@ def work(
 
 
 class Program:
-    """What the places know of the fault.
+    """The fault, as the places see it.
 
     Attributes:
         planted: The fault.
@@ -89,7 +89,7 @@ class Program:
         return True
 
     def come(self, place: str) -> None:
-        """The program comes to a place: now it happens, or soon after."""
+        """Cause the fault now or soon after, if this is its place."""
         if not self.here or self.planted.place != place:
             return
         self._rounds += 1
@@ -398,7 +398,7 @@ def reading(program: Program) -> None:
 
 
 def own_rows(program: Program) -> None:
-    """A loop of one's own, over rows that each worker reads by itself."""
+    """Run a custom loop over rows that each worker reads by itself."""
 
     def batches(context):
         while True:
@@ -447,7 +447,7 @@ def making_variables(program: Program) -> None:
 
 
 def run(program: Program) -> None:
-    """Runs a step of one's own for ever."""
+    """Run a custom step for ever."""
 
     # Of a constant XLA knows the sum without the others.
     value = _value(program)

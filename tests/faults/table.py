@@ -1,4 +1,4 @@
-"""What can go wrong in one worker, where, and what all are to make of it.
+"""Faults of one worker, their places, and the expected ends of all workers.
 
 A fault is planted in one worker at one place of its program: see jobs.py, which has
 what it does, and the places. Here is what must come of it.
@@ -32,7 +32,7 @@ CALLED = (
 BETWEEN_ALL = ("fit", "run", "reduce")
 # What the chief alone calls, in the middle of a save.
 OF_CHIEF = ("save_own_variables",)
-# Of an exception here all are told before it goes on, and raise one of it themselves:
+# An exception here is sent to all workers before it is raised, and they raise it too:
 # the first of them ends the others.
 TOLD = ("reading data", "own rows", *OF_CHIEF)
 
@@ -47,7 +47,7 @@ OTHER_SIZES = r"`.*` needs values whose"
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What happens to a worker, and what must come of it.
+    """Event in a worker, and its expected result.
 
     Attributes:
         name: What happens.
@@ -58,7 +58,7 @@ class Fault:
             itself.
         others: The exit statuses that the others may have.
         silent: Whether nobody can see it until the timeout has passed.
-        stopped: Whether the worker itself can do nothing until it is told to go on.
+        stopped: True if the worker can do nothing until it receives SIGCONT.
         on_machines: Whether each worker has a simulated machine of its own.
         survived: Whether training may continue, and therefore ends.
         seconds: How long the others may take to end, if not as long as usual.
@@ -93,7 +93,7 @@ def _raises(name: str, words: str = "") -> Fault:
 
 
 def _differs(name: str, says: str = DIFFER) -> Fault:
-    # Each sees it by itself, or is told by who has seen it first.
+    # Each worker detects it, or another reports it first.
     return Fault(
         name,
         ("fit",),
@@ -126,7 +126,7 @@ FAULTS = {
         _gone("os._exit(3)", 3),
         _gone("segmentation fault", -11),
         _gone("abort", -6),
-        # Either end may find it out first, and tell all.
+        # Either end may detect it first, and report it.
         Fault(
             "its connection is cut",
             ROUNDS[1:],

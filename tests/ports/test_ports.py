@@ -1,4 +1,4 @@
-"""Programs that others wrote come to the same on several replicas as on one device."""
+"""Programs that others wrote equal one device on several replicas."""
 
 import functools
 import importlib.util
@@ -6,8 +6,7 @@ import importlib.util
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.testing import WorkerRunner
-from tests.ports import (
+from conformance.ports import (
     clients,
     data,
     keras_hub_models,
@@ -20,7 +19,8 @@ from tests.ports import (
     keras_io_supervised,
     parameter_servers,
 )
-from tests.ports.port import BACKEND, TOLERANCES, Port, differences
+from conformance.ports.port import BACKEND, TOLERANCES, Port, differences
+from keras_strategy.testing import WorkerRunner
 
 pytestmark = pytest.mark.full
 
@@ -38,7 +38,7 @@ FILES = [
     data,
 ]
 if importlib.util.find_spec("tensorflow"):
-    from tests.ports import tf_distribute, tf_distribute_programs
+    from conformance.ports import tf_distribute, tf_distribute_programs
 
     FILES += tf_distribute, tf_distribute_programs
 PORTS = {
@@ -62,12 +62,12 @@ def on_one_device(name):
 
 
 def in_worker(name):
-    """What a worker calls."""
+    """Train a port in a worker."""
     return PORTS[name].train(ks.MultiWorkerMirroredStrategy())
 
 
 def with_coordinator(name, workers):
-    """What the process of a coordinator calls."""
+    """Train a port in the process of a coordinator."""
     return PORTS[name].train(workers)
 
 

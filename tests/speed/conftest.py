@@ -1,4 +1,4 @@
-"""What counting needs."""
+"""Fixtures for counting."""
 
 import keras
 import pytest

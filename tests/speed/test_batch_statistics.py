@@ -1,4 +1,4 @@
-"""How often replicas speak to each other for the statistics of a global batch."""
+"""Number of collectives for the statistics of a global batch."""
 
 import keras
 import numpy as np

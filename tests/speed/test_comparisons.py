@@ -1,4 +1,4 @@
-"""What the table of comparisons names is there."""
+"""Names in the table of comparisons."""
 
 import inspect
 import pathlib

@@ -1,4 +1,4 @@
-"""What a step of training costs on JAX beside its arithmetic: no time, but counts."""
+"""Costs of a step of training on JAX beside its arithmetic: counts, not times."""
 
 import keras
 import numpy as np
@@ -77,7 +77,7 @@ def step_of(strategy):
 
 
 def test_run_cost_per_step(two):
-    """What a step costs whose program is known."""
+    """Costs of a step whose program is compiled."""
     step, _, _ = step_of(two)
     batches = two.experimental_distribute_dataset([(X[:BATCH], Y[:BATCH])])
     (batch,) = batches

@@ -1,4 +1,4 @@
-"""What a step on two devices costs beside its arithmetic; no times."""
+"""Costs of a step on two devices beside its arithmetic; no times."""
 
 from typing import Any
 

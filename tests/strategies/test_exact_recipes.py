@@ -11,7 +11,7 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from tests.equality.compare import assert_equal, differences, largest, train
+from conformance.compare import assert_equal, differences, largest, train
 from tests.pages import blocks_of
 from tests.training.shared import logged
 

@@ -5,8 +5,8 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
-from tests.equality import models
-from tests.equality.compare import largest, scope
+from conformance import models
+from conformance.compare import largest, scope
 
 X, _ = models.regression(13)
 WHOLE = ks.RunOptions(whole=True)

@@ -136,7 +136,7 @@ def test_fit_equals_one_device(alone, per_replica, parts, layout_map, tmp_path):
 
 
 def steps(strategy, split):
-    """A loop of one's own: weights and what the steps returned."""
+    """Return the weights and the steps' results of a custom loop."""
     keras.utils.set_random_seed(5)
     generator = np.random.default_rng(1)
     x = generator.normal(size=(14, 4)).astype("float32")
@@ -244,7 +244,7 @@ def dense_model(optimizer):
 
 @jax_alone
 def test_weights_equal_keras_model_parallel():
-    """Of one LayoutMap, on the mesh that it names."""
+    """Both use one LayoutMap, on the mesh that it names."""
     mesh = keras.distribution.DeviceMesh(
         (2, 2), ["batch", "model"], [f"cpu:{i}" for i in range(4)]
     )

@@ -8,11 +8,11 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
+from conformance.compare import assert_equal, scope, train
 from keras_strategy.commands.cli import main
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
 from keras_strategy.training.reduction import find_subtrees, sum_in_tree
-from tests.equality.compare import assert_equal, scope, train
 
 RANDOM = np.random.RandomState(0)
 X, Y = RANDOM.normal(size=(21, 4)), RANDOM.normal(size=(21, 1))

@@ -1,4 +1,4 @@
-"""What the workers of test_worker_runner.py do; no Keras, so that they start fast."""
+"""Jobs of test_worker_runner.py; without Keras, so that they start fast."""
 
 import functools
 import json

@@ -21,7 +21,7 @@ def starter():
 
 
 def ran(starter, script, text, *arguments, environment=None):
-    """How a script of one worker ended."""
+    """Return the end of a script of one worker."""
     script.write_text(text)
     with WorkerRunner(1, environment=environment, starter=starter) as runner:
         runner.start(script, *arguments)
@@ -119,7 +119,6 @@ def test_unshareable_modules_are_refused(tmp_path, monkeypatch, text, said):
 
 
 def test_earlier_imports_are_kept(tmp_path, monkeypatch):
-    """Which would copy all of it; what the program imports is, as always."""
     for name in ("before", "own"):
         (tmp_path / f"{name}_of_a_test.py").write_text(
             "import os\n"

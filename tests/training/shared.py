@@ -5,12 +5,12 @@ from typing import Any
 
 import keras
 
+from conformance.compare import Trained, assert_equal, scope, train
 from keras_strategy.training.ownership import strategy_of_model
-from tests.equality.compare import Trained, assert_equal, scope, train
 
 
 def alone(make: Callable[[], keras.Model], x: Any, y: Any, **options: Any) -> Trained:
-    """What one device ends with; the options are those of `train`.
+    """Return the result of one device; the options are those of `train`.
 
     On TensorFlow it compiles no step, which is quicker where a step runs a few times.
     """

@@ -1,4 +1,4 @@
-"""What is refused, with which words, and that nothing is changed by it."""
+"""Refused input, the words of its errors, and that it changes nothing."""
 
 import os
 import traceback
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from tests.equality.compare import largest, scope
+from conformance.compare import largest, scope
 
 X = np.random.RandomState(7).randn(13, 4).astype("float32")
 Y = np.random.RandomState(8).randn(13, 1).astype("float32")

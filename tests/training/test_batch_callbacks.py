@@ -1,4 +1,4 @@
-"""Batches are told to whoever listens, and nothing is made of them for nobody."""
+"""Keras's callbacks for batches are called only if a callback uses them."""
 
 import collections
 
@@ -8,8 +8,8 @@ import pytest
 from keras import callbacks
 
 import keras_strategy as ks
+from conformance.compare import scope
 from keras_strategy.training.callbacks import LogFreeCallback
-from tests.equality.compare import scope
 
 X, Y = np.ones((12, 3), "float32"), np.ones((12, 1), "float32")
 NAMES = [
@@ -21,7 +21,7 @@ NAMES = [
 
 @pytest.fixture
 def told(monkeypatch):
-    """How often Keras's list is told of batches, by the name of its method."""
+    """Count the calls of Keras's list of callbacks, by method."""
     counts = collections.Counter()
 
     def counting(name):
@@ -177,7 +177,6 @@ def test_checkpoint_between_batches_is_called(two, told, tmp_path):
 
 
 def test_callback_list_is_reusable_outside_scope(two, told):
-    """And one that is of a class of its own is told itself."""
     own = callbacks.CallbackList([], add_history=True)
     for strategy, expected in ((two, 0), (None, 3)):
         model = compiled(strategy)

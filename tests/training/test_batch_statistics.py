@@ -9,8 +9,14 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from tests.equality import models
-from tests.equality.compare import assert_equal, largest, replicas_apart, scope, train
+from conformance import models
+from conformance.compare import (
+    assert_equal,
+    largest,
+    replicas_apart,
+    scope,
+    train,
+)
 from tests.training.shared import alone, logged
 
 RANDOM = np.random.RandomState(0)
@@ -112,8 +118,6 @@ def test_custom_model_equals_one_device(mirrored):
 
 @pytest.mark.full(keep_on="jax")
 def test_masked_statistics_equal_one_device(mirrored):
-    """Of the steps of a sequence, also where a layer is called for each of them."""
-
     def make():
         normalize = layers.BatchNormalization
         inner = keras.Sequential([layers.Dense(3), normalize()])
@@ -144,7 +148,7 @@ def test_small_variance_is_stable(of_all):
 
 @pytest.mark.full(keep_on="torch")
 def test_random_layers_after_normalization(of_all, two, caplog):
-    """A step is rehearsed for them, by one replica: it asks no other there."""
+    """One replica makes a dry run of a step for them, without the others."""
 
     def make(**kwargs):
         layer = layers.BatchNormalization(**kwargs)

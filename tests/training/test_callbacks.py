@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.equality.compare import largest, scope
+from conformance.compare import largest, scope
 from tests.training.shared import SharedModels
 
 X = np.random.RandomState(0).randn(13, 3).astype("float32")
@@ -140,7 +140,6 @@ def test_model_checkpoint(mirrored, tmp_path):
 
 
 def test_checkpoints_between_batches(mirrored, tmp_path):
-    """What is saved after every second batch is what one device has then."""
     runs = itertools.count()
 
     def save():
@@ -171,7 +170,7 @@ def test_csv_logger(mirrored, tmp_path):
 
 
 def events(folder):
-    """What TensorBoard shows of a folder, by tag: steps, and scalars or kinds."""
+    """Return the contents of a TensorBoard folder by tag: steps and values or kinds."""
     loader = pytest.importorskip("tensorboard.backend.event_processing")
     from tensorboard.backend.event_processing import event_accumulator
     from tensorboard.util import tensor_util
@@ -381,7 +380,7 @@ def test_evaluate_and_predict_batch_numbers(mirrored):
 
 
 def test_initial_epoch(mirrored):
-    """`initial_epoch`, a `CallbackList` of one's own, and verbose logs."""
+    """Pass `initial_epoch`, a custom `CallbackList`, and verbose logs."""
 
     def lists():
         return callbacks.CallbackList(

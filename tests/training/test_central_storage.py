@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from tests.equality.compare import WEIGHTS, assert_equal, train
+from conformance.compare import WEIGHTS, assert_equal, train
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(37, 6)).astype("float32")
@@ -38,7 +38,7 @@ def compiled():
 
 
 def places(variables):
-    """Which devices hold variables, as the engine tells it."""
+    """Return the devices that hold variables, as the backend reports."""
     if BACKEND == "jax":
         return {device.id for v in variables for device in v._value.devices()}
     if BACKEND == "tensorflow":
@@ -50,7 +50,7 @@ def places(variables):
 
 
 class Looking(keras.callbacks.Callback):
-    """Notes where the variables are between two steps."""
+    """Record where the variables are between two steps."""
 
     def __init__(self):
         super().__init__()

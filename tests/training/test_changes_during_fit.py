@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.equality.compare import assert_equal, train
+from conformance.compare import assert_equal, train
 from tests.training.shared import alone
 
 X = np.random.RandomState(0).randn(13, 4).astype("float32")

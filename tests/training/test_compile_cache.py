@@ -30,7 +30,7 @@ def values(strategy, outputs):
 
 @pytest.fixture
 def module():
-    """What a script or a notebook defines its names in."""
+    """Namespace of a script or a notebook."""
     return types.ModuleType("script")
 
 
@@ -148,7 +148,7 @@ def test_methods_partials_and_callable_objects_are_cached(two, module):
 
 
 def counting(strategy, fn, calls=6):
-    """How often the functions that `fn` returns are traced, on one replica."""
+    """Return how often the functions that `fn` returns are traced, on one replica."""
     traced = []
     for _ in range(calls):
         strategy.run(fn(traced), ONE)

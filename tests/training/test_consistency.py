@@ -1,4 +1,4 @@
-"""What workers say of their `fit`, and whether replicas still hold the same values."""
+"""Fingerprints of `fit` on workers, and equality of the replicas' values."""
 
 import dataclasses
 

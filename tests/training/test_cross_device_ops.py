@@ -1,4 +1,4 @@
-"""How values are combined: tf.distribute's choices, and ways of one's own."""
+"""Reductions: tf.distribute's choices, and custom ones."""
 
 import logging
 import pickle

@@ -1,11 +1,11 @@
-"""Losses of a user's own, of which it is not known what they do with the rows."""
+"""Custom losses, which may combine rows in any way."""
 
 import keras
 import pytest
 from keras import layers, ops
 
-from tests.equality import models
-from tests.equality.compare import assert_equal, scope, train
+from conformance import models
+from conformance.compare import assert_equal, scope, train
 from tests.training.shared import alone, logged
 
 BACKEND = keras.backend.backend()

@@ -1,10 +1,10 @@
-"""Steps of one's own: `train_step`, `test_step` and `predict_step`."""
+"""Custom steps: `train_step`, `test_step` and `predict_step`."""
 
 import keras
 import numpy as np
 import pytest
 
-from tests.equality.compare import assert_equal, largest, scope, train
+from conformance.compare import assert_equal, largest, scope, train
 from tests.training.shared import alone
 
 RNG = np.random.RandomState(7)
@@ -15,7 +15,7 @@ BACKEND = keras.backend.backend()
 
 
 class Layers(keras.Model):
-    """What the models below share: the layers, and a metric of their own."""
+    """Layers and a custom metric of the models below."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +172,7 @@ def test_evaluate_and_predict(two):
 
 @pytest.mark.full(keep_on="torch")
 def test_step_around_keras_train_step(two):
-    """What a `train_step` counts beside `super().train_step` counts once a step."""
+    """Count steps beside `super().train_step`, which counts once a step."""
 
     class Counting(Layers):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""What a step computes of its metrics' results is one device's, under any name."""
+"""Logs that a step computes of its metrics' results equal one device's."""
 
 import pkgutil
 
@@ -8,8 +8,8 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from tests.equality import models
-from tests.equality.compare import assert_equal, scope, train
+from conformance import models
+from conformance.compare import assert_equal, scope, train
 from tests.training.shared import alone
 
 BACKEND = keras.backend.backend()
@@ -128,7 +128,7 @@ def test_custom_step_logs(two):
 
 
 def test_unmerged_result_is_reported(two):
-    """Its variable says nothing of what the replicas' values come to."""
+    """The metric's variable does not define its result over the replicas."""
 
     class Largest(keras.metrics.Metric):
         def __init__(self):
@@ -173,7 +173,6 @@ def test_unread_metrics_need_no_reduction(two, monkeypatch):
 
 
 def test_epoch_metrics(two):
-    """What Keras's own step logs is what its metrics hold in the end."""
     with scope(two):
         model = models.compiled(metrics=["mae"])
     logs = model.fit(X, Y, batch_size=8, verbose=0).history

@@ -1,4 +1,4 @@
-"""Training loops of one's own over distributed datasets, and `fit` of one."""
+"""Custom training loops over distributed datasets, and `fit` of one."""
 
 import functools
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
+from conformance.compare import largest, scope
 from keras_strategy.training.ownership import strategy_of_model
-from tests.equality.compare import largest, scope
 from tests.training.shared import SharedModels
 
 RNG = np.random.RandomState(7)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from tests.equality.compare import assert_equal, largest, scope, train
+from conformance.compare import assert_equal, largest, scope, train
 from tests.training.shared import alone
 
 RNG = np.random.RandomState(7)

@@ -7,8 +7,15 @@ import keras
 import numpy as np
 import pytest
 
-from tests.equality.compare import LOGS, WEIGHTS, assert_equal, largest, scope, train
-from tests.equality.models import regression
+from conformance.compare import (
+    LOGS,
+    WEIGHTS,
+    assert_equal,
+    largest,
+    scope,
+    train,
+)
+from conformance.models import regression
 from tests.training.shared import alone
 
 CLASSES = 3

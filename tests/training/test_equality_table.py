@@ -1,14 +1,14 @@
 """The equality table in its small form: two replicas, and one uneven number of rows.
 
-`python -m tests.equality` runs it in full.
+`python -m conformance.equality` runs it in full.
 """
 
 import keras
 import pytest
 
-from tests.equality.__main__ import mirrored, run
-from tests.equality.cases import all_cases, execution, layer, own
-from tests.equality.compare import assert_equal
+from conformance.compare import assert_equal
+from conformance.equality.__main__ import mirrored, run
+from conformance.equality.cases import all_cases, execution, layer, own
 
 pytestmark = pytest.mark.full(keep=6)
 

@@ -1,4 +1,4 @@
-"""Functions of a user's own that gather, and compare, the rows of all replicas."""
+"""Custom functions that gather, and compare, the rows of all replicas."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from tests.equality import models
-from tests.equality.compare import assert_equal, scope, train
+from conformance import models
+from conformance.compare import assert_equal, scope, train
 from tests.training.shared import alone, logged
 
 BACKEND = keras.backend.backend()

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.equality.compare import assert_equal, largest, scope, train
+from conformance.compare import assert_equal, largest, scope, train
 from tests.training.shared import SharedModels
 
 BACKEND = keras.backend.backend()

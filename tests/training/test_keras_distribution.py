@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from tests.equality.compare import scope, train
+from conformance.compare import scope, train
 
 X = np.random.RandomState(7).randn(14, 4).astype("float32")
 Y = np.random.RandomState(8).randn(14, 1).astype("float32")

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conformance.compare import largest
 from keras_strategy.testing import WorkerRunner
-from tests.equality.compare import largest
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.full
@@ -78,7 +78,7 @@ def started(starter, folder: Path, dies: bool):
 
 
 def finished(runner: WorkerRunner, folder: Path):
-    """What a process that trained to the end said, and the variables it ended with."""
+    """Return the output and the variables of a process that trained to the end."""
     (end,) = runner.wait()
     assert end.exit_status == 0, end.output
     with np.load(folder / "weights.npz") as file:

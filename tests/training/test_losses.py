@@ -1,4 +1,4 @@
-"""Losses and their weights in loops of one's own, as tf.nn has them and beyond."""
+"""Losses and their weights in custom loops, as in tf.nn and beyond."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from tests.equality.compare import largest, scope
+from conformance.compare import largest, scope
 
 LOSSES = np.float32([[1.0, 2.0], [3.0, 5.0]])
 WEIGHTS = np.float32([1.0, 0.5])

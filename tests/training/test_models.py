@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from tests.equality.compare import WEIGHTS, assert_equal, largest, scope, train
+from conformance.compare import WEIGHTS, assert_equal, largest, scope, train
 from tests.training.shared import alone
 
 # By batches of 8 the last one has a row for the first replica alone.
@@ -56,7 +56,7 @@ def same(use, strategy):
 
 
 class Wrapper(keras.Model):
-    """A model around another one, as a trainer of one's own is."""
+    """Model around another one, such as a custom trainer."""
 
     def __init__(self, body):
         super().__init__()
@@ -111,7 +111,7 @@ def test_submodels_train_separately(two):
 
 
 class Deferred(keras.Model):
-    """Makes its layers in `build`, which a call may come to long after the scope."""
+    """Model that creates layers in `build`, which may run long after the scope."""
 
     def build(self, shape):
         self.hidden = keras.layers.Dense(5, "tanh")

@@ -1,4 +1,4 @@
-"""Optimizers of a user's own, which change the gradients before Keras's code runs."""
+"""Custom optimizers, which change the gradients before Keras's code runs."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
-from tests.equality import models
-from tests.equality.compare import assert_equal, train
+from conformance import models
+from conformance.compare import assert_equal, train
 from tests.training.shared import alone, logged
 from tests.training.test_custom_train_steps import OwnSteps
 

@@ -1,4 +1,4 @@
-"""What layers and models keep on themselves during a step belongs to one replica."""
+"""Attributes of layers and models that belong to one replica during a step."""
 
 import collections
 
@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 
 import keras_strategy as ks
-from tests.equality.compare import assert_equal, largest, scope, train
+from conformance.compare import assert_equal, largest, scope, train
 
 BACKEND = keras.backend.backend()
 RANDOM = np.random.RandomState(3)

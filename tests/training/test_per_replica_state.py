@@ -1,11 +1,11 @@
-"""What replicas do not share by nature: random numbers, and their own statistics."""
+"""State of each replica: random numbers, and local statistics."""
 
 import keras
 import numpy as np
 import pytest
 
 import keras_strategy as ks
-from tests.equality.compare import largest, scope
+from conformance.compare import largest, scope
 
 X = np.random.RandomState(7).randn(21, 4).astype("float32")
 Y = np.random.RandomState(8).randn(21, 1).astype("float32")
@@ -135,15 +135,17 @@ def test_batch_statistics_are_saved(two, tmp_path):
             )
 
 
-class OwnLogs(keras.Model):
-    """Steps that return a tensor of their own beside the metrics."""
-
+class Linear(keras.Model):
     def __init__(self):
         super().__init__()
         self.dense = keras.layers.Dense(1)
 
     def call(self, x):
         return self.dense(x)
+
+
+class OwnLogs(Linear):
+    """Steps that return a tensor of their own beside the metrics."""
 
     def test_step(self, *args):
         return self._with_logs(super().test_step(*args), args[-1])
@@ -176,15 +178,8 @@ def test_custom_logs_are_row_weighted(mirrored):
         assert largest(list(one.values()), list(many.values())) < 1e-6
 
 
-class OwnLoss(keras.Model):
+class OwnLoss(Linear):
     """A step that returns its loss and leaves Keras's tracker of it alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.dense(x)
 
     def test_step(self, *args):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(args[-1])

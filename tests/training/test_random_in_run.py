@@ -1,4 +1,4 @@
-"""What replicas draw in `run`: one device's numbers, for rows of a dataset."""
+"""Random numbers in `run` are one device's, for rows of a dataset."""
 
 import functools
 
@@ -8,7 +8,7 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from tests.equality.compare import largest
+from conformance.compare import largest
 
 BACKEND = keras.backend.backend()
 ROWS, BATCH, FEATURES = 21, 8, 8
@@ -90,8 +90,6 @@ def test_keras_layers_in_eager_run(mirrored):
 
 @pytest.mark.full(keep_on="jax")
 def test_direct_draws_in_run(two):
-    """Where it is Python it is called once alone, so that nobody knows of its rows."""
-
     def noise(x, seeds):
         # As long as the rows are many.
         follows = keras.random.normal((ops.shape(x)[0], 1), seed=seeds)
@@ -108,7 +106,7 @@ def test_direct_draws_in_run(two):
 
 
 def kept(strategy, *batches, compiled=None):
-    """Which numbers of eight rows of ones Dropout keeps, one list for each replica."""
+    """Return the elements that Dropout keeps of eight rows of ones, by replica."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
         layer = layers.Dropout(0.5, seed=4)

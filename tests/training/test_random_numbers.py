@@ -9,8 +9,8 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from tests.equality import models
-from tests.equality.compare import assert_equal, scope, train
+from conformance import models
+from conformance.compare import assert_equal, scope, train
 
 BACKEND = keras.backend.backend()
 FEATURES = 8
@@ -318,7 +318,6 @@ class Always(layers.Dropout):
 @pytest.mark.full(keep_on="jax")
 @pytest.mark.parametrize("seed", [3, None] if BACKEND == "torch" else [3])
 def test_evaluate_and_predict(seed, two):
-    """Of a model that draws there, and that was not trained before."""
     found = []
     for strategy in (None, two):
         keras.utils.set_random_seed(1)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
+from conformance.compare import largest
 from keras_strategy.keras_patches.dataset_state import state_of_this_worker
 from keras_strategy.training.checkpoint import BackupFolder
 from keras_strategy.training.resume import (
@@ -17,7 +18,6 @@ from keras_strategy.training.resume import (
     get_random_state,
     set_random_state,
 )
-from tests.equality.compare import largest
 from tests.training.shared import SharedModels
 
 X = np.random.RandomState(0).randn(13, 3).astype("float32")

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.equality.compare import largest
+from conformance.compare import largest
 
 X = np.random.RandomState(7).randn(13, 4).astype("float32")
 Y = np.random.RandomState(8).randn(13, 1).astype("float32")

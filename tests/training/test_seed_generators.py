@@ -16,7 +16,7 @@ def outside():
 
 
 def drawn(strategy, args=(), compiled=True):
-    """What each replica draws; the first one draws what one device does."""
+    """Return each replica's random numbers; the first's are one device's."""
     numbers = strategy.run(draw, args, options=ks.RunOptions(compile=compiled))
     numbers = strategy.experimental_local_results(numbers)
     return np.array([keras.ops.convert_to_numpy(x) for x in numbers])

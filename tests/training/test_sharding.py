@@ -11,12 +11,12 @@ import pytest
 from keras import layers
 
 import keras_strategy as ks
+from conformance.compare import assert_equal, train
+from conformance.equality.__main__ import mirrored, run
+from conformance.equality.cases import Case, optimizer
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
 from keras_strategy.training.sharding import ShardSpec, dimension_to_shard
-from tests.equality.__main__ import mirrored, run
-from tests.equality.cases import Case, optimizer
-from tests.equality.compare import assert_equal, train
 from tests.training.shared import alone
 
 MODES = [
@@ -134,7 +134,7 @@ def one():
     return alone(everything, *data(), batch_size=BATCH)
 
 
-# What 4 of them share is one device's in the steps of one's own, and from a backup.
+# 4 replicas that share state equal one device in custom steps, and from a backup.
 @pytest.mark.full(keep=1, keep_on="tensorflow")
 @pytest.mark.needs_patch(
     "Optimizer._backend_apply_gradients",
@@ -331,7 +331,7 @@ def lamb():
 
 
 class Own(keras.optimizers.Adam):
-    """Of which nobody else knows what it computes."""
+    """Optimizer whose computation is unknown to the library."""
 
 
 @pytest.mark.full(keep=1, keep_on="jax")

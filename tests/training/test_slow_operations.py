@@ -16,7 +16,7 @@ SOON = 60
 
 
 class Said(logging.Handler):
-    """What was logged, and where a step waits until something is."""
+    """Record the messages, and let a step wait until there is one."""
 
     def __init__(self):
         super().__init__()

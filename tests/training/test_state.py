@@ -1,12 +1,12 @@
-"""State that a layer or a metric of a user's own assigns while a model trains."""
+"""State that a custom layer or metric assigns while a model trains."""
 
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
 
-from tests.equality import models
-from tests.equality.compare import assert_equal, scope, train
+from conformance import models
+from conformance.compare import assert_equal, scope, train
 from tests.training.shared import alone
 
 BACKEND = keras.backend.backend()
@@ -46,7 +46,7 @@ def total(x):
     return ops.sum(ops.abs(x))
 
 
-# What one device comes to, on any number of replicas.
+# The result of one device, on any number of replicas.
 EXACT = {
     "a sum that is added": lambda: Assigning(
         lambda _, x: total(x), "assign_add", aggregation="sum"

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.equality.compare import LOGS, WEIGHTS, largest, scope
+from conformance.compare import LOGS, WEIGHTS, largest, scope
 
 pytestmark = pytest.mark.full(keep=1)
 
@@ -103,7 +103,7 @@ def test_weights_transfer_to_plain_model_and_back(two):
 
 
 def exported(model, folder):
-    """What an exported model gives for X, asked without Keras's model."""
+    """Return the outputs of an exported model for X, without Keras's model."""
     if BACKEND == "torch":
         import torch
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.equality.compare import assert_equal, largest, train
+from conformance.compare import assert_equal, largest, train
 
 RNG = np.random.RandomState(7)
 X = RNG.randn(17, 4).astype("float32")

@@ -1,0 +1,1 @@
+"""Short ports of programs that others wrote, a module for each family."""

@@ -1,0 +1,198 @@
+"""Ports: short forms of programs that others wrote.
+
+It keeps what the program does with Keras and with a strategy, on data that ships in a
+package or is made up. It trains under a strategy, or on one device, and returns all
+that came of it. What the source draws at random it draws, seeded: first weights, the
+order of rows, noise and dropout in a step.
+"""
+
+import contextlib
+import importlib.util
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategy as ks
+from conformance.compare import LOGS, WEIGHTS, largest, scope, train
+
+BACKEND = keras.backend.backend()
+PURE = {"jax": "its step has side effects, which Keras does not support on JAX"}
+
+
+@dataclass
+class Outcome:
+    """Result of a program; all of it is compared.
+
+    Attributes:
+        weights: Arrays.
+        logs: Numbers.
+        predictions: Arrays.
+    """
+
+    weights: Sequence[Any]
+    logs: Sequence[Any]
+    predictions: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Port:
+    """A program of others, as a function.
+
+    Attributes:
+        train: Takes a strategy, or None for one device.
+        source: Where the program is found.
+        needs: A package that is not of this project's.
+        not_on: The backends on which one device cannot run it, with the reason.
+        refused: What the error must say on the backends where several replicas are
+            refused.
+        differs: Why other numbers come out on the backends where they do.
+        workers: Whether each replica is a process.
+        coordinator: Whether a coordinator trains it with workers, whose number it takes
+            in the place of a strategy.
+        sample: Whether `make test` runs it.
+    """
+
+    train: Callable[[Any], Outcome]
+    source: str
+    needs: str | None
+    not_on: Mapping[str, str]
+    refused: Mapping[str, str]
+    differs: Mapping[str, str]
+    workers: bool
+    coordinator: bool
+    sample: bool
+
+    @property
+    def name(self) -> str:
+        return self.train.__name__
+
+    @property
+    def missing(self) -> bool:
+        return bool(self.needs) and importlib.util.find_spec(self.needs) is None
+
+
+def port(
+    source: str,
+    needs: str | None = None,
+    not_on: Mapping[str, str] | None = None,
+    refused: Mapping[str, str] | None = None,
+    differs: Mapping[str, str] | None = None,
+    workers: bool = False,
+    coordinator: bool = False,
+    sample: bool = False,
+) -> Callable:
+    """Make a port of a function."""
+
+    def made(train: Callable[[Any], Outcome]) -> Port:
+        return Port(
+            train,
+            source,
+            needs,
+            not_on or {},
+            refused or {},
+            differs or {},
+            workers,
+            coordinator,
+            sample,
+        )
+
+    return made
+
+
+def differences(one: Outcome, many: Outcome) -> tuple[float, float, float]:
+    """Return the largest differences in weights, logs and predictions."""
+    return (
+        largest(one.weights, many.weights),
+        largest(one.logs, many.logs),
+        largest(one.predictions, many.predictions),
+    )
+
+
+TOLERANCES = (WEIGHTS, LOGS, LOGS)
+
+
+def fitted(
+    strategy: Any, make: Callable[[], keras.Model], x: Any, y: Any = None, **fit: Any
+) -> Outcome:
+    """Trains a model that is made and compiled in the scope."""
+    done = train(strategy, make, x, y, predicted=None, **fit)
+    assert not done.apart, f"the replicas' variables differ by {done.apart}"
+    return Outcome(
+        [*done.weights, *done.optimizer],
+        list(done.logs.values()),
+        keras.tree.flatten(done.predictions),
+    )
+
+
+def stepped(
+    strategy: Any, make: Callable[[], keras.Model], x: Any, y: Any = None, **fit: Any
+) -> Outcome:
+    """Trains a model with a `train_step` that does not predict anything."""
+    keras.utils.set_random_seed(1)
+    with scope(strategy):
+        model = make()
+    history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, **fit).history
+    return Outcome(model.get_weights(), list(history.values()))
+
+
+class Tracked(keras.Model):
+    """Model whose `train_step` updates means that it creates, as many examples have.
+
+    Attributes:
+        names: The names of the means.
+    """
+
+    names: Sequence[str] = ("loss",)
+
+    def __init__(self):
+        super().__init__()
+        self.means = [keras.metrics.Mean(name=name) for name in self.names]
+
+    @property
+    def metrics(self):
+        return self.means
+
+    def log(self, *values: Any) -> dict[str, Any]:
+        """Update the means and return their results by name."""
+        for mean, value in zip(self.means, values, strict=True):
+            mean.update_state(value)
+        return {mean.name: mean.result() for mean in self.means}
+
+
+def step_of(optimizer: Any, variables: Any, loss_of: Callable, has_aux=False) -> Any:
+    """Apply gradients as `tape.gradient` and `apply_gradients` do in the examples."""
+    result, gradients = ks.value_and_grad(loss_of, variables, has_aux=has_aux)()
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    return result
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """Return a temporary folder."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def digits(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images of 8 x 8 pixels, and the number that each shows."""
+    found = pytest.importorskip("sklearn.datasets").load_digits()
+    images = (found.images[:rows, ..., np.newaxis] / 16).astype("float32")
+    return images, found.target[:rows].astype("int32")
+
+
+def vectors(rows: int, *sizes: int, seed: int = 0) -> list[np.ndarray]:
+    """Made-up rows of some numbers each."""
+    rng = np.random.RandomState(seed)
+    return [rng.randn(rows, size).astype("float32") for size in sizes]
+
+
+def words(rows: int, length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """Made-up texts, and a class of two for each."""
+    rng = np.random.RandomState(2)
+    return rng.randint(1, vocabulary, (rows, length)), rng.randint(0, 2, rows)
