@@ -117,6 +117,21 @@ def test_batches_without_batch_transformation(two):
     assert read(two, dataset) == [[[0, 1], [2]], [[0], [1]]]
 
 
+def test_rows_of_tf_data_service_match_native(two, native):
+    service = tf.data.experimental.service
+    dispatcher = service.DispatchServer()
+    address = dispatcher.target.partition("://")[2]
+    worker = service.WorkerServer(service.WorkerConfig(address))
+    source = tf.data.Dataset.range(7)
+    source = source.apply(service.distribute("parallel_epochs", dispatcher.target))
+    rows, theirs = (
+        read(strategy, strategy.experimental_distribute_dataset(source.batch(4)))
+        for strategy in (two, native)
+    )
+    assert rows == theirs == [[[0, 1], [2, 3]], [[4, 5], [6]]]
+    del worker
+
+
 def test_ragged_and_sparse_batches_are_split(two):
     rows = tf.ragged.constant([[1], [2, 3], []])
     source = tf.data.Dataset.from_tensors((rows, rows.to_sparse()))

@@ -10,57 +10,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-
-TENSORFLOW = keras.backend.backend() == "tensorflow"
-if TENSORFLOW:
-    import tensorflow as tf
-
-
-class Api:
-    """The names of tf.distribute and one strategy of two replicas."""
-
-    def __init__(self, module, strategy, value_types):
-        self.module = module
-        self.s = strategy
-        self.value_types = value_types
-        self.two_rows = self.per_replica([1.0, 2.0], [3.0, 5.0])
-        self.partial = self.per_replica([1.0, 2.0, 3.0, 4.0], [5.0, 6.0])
-        self.scalars = self.per_replica(1.0, 3.0)
-
-    def per_replica(self, *values, dtype="float32"):
-        return self.s.experimental_distribute_values_from_function(
-            lambda c: tensor(values[c.replica_id_in_sync_group], dtype)
-        )
-
-    def rc(self):
-        return self.module.get_replica_context()
-
-    def local(self, value):
-        """The value of each replica, with lists in the place of tensors."""
-        parts = self.s.experimental_local_results(value)
-        return [plain(part) for part in parts] * (2 if len(parts) == 1 else 1)
-
-
-def tensor(value, dtype="float32"):
-    return keras.ops.convert_to_tensor(np.asarray(value, dtype))
-
-
-def plain(value):
-    return keras.tree.map_structure(
-        lambda x: keras.ops.convert_to_numpy(x).tolist() if hasattr(x, "dtype") else x,
-        value,
-    )
-
-
-@pytest.fixture(params=["ours", "native"] if TENSORFLOW else ["ours"])
-def api(request, two):
-    if request.param == "ours":
-        return Api(ks, two, ks.DistributedValues)
-    strategy = tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
-    )
-    return Api(tf.distribute, strategy, tf.distribute.DistributedValues)
-
+from tests.core.conftest import TENSORFLOW, Api, plain, tensor
 
 REDUCE = {
     "sum": (lambda a: a.s.reduce("SUM", a.two_rows, axis=None), [4.0, 7.0]),
@@ -556,6 +506,18 @@ def test_iteration(case, api):
     dataset = tf.data.Dataset.range(6).batch(4)
     batches = read(api.s.experimental_distribute_dataset(dataset))
     assert [api.local(batch) for batch in batches] == answer
+
+
+@pytest.mark.parametrize("kept", ["the cache", "the order", "nothing"])
+def test_second_epoch_of_shuffled_rows(kept, api):
+    tf = pytest.importorskip("tensorflow")
+    dataset = tf.data.Dataset.range(12)
+    dataset = dataset.shuffle(12, 1, None if kept != "the order" else False)
+    dataset = (dataset.cache() if kept == "the cache" else dataset).batch(5)
+    dataset = api.s.experimental_distribute_dataset(dataset)
+    first, second = ([api.local(batch) for batch in dataset] for _ in range(2))
+    assert (first == second) == (kept != "nothing")
+    assert sorted(sum(sum(second, []), [])) == [*range(12)]
 
 
 def test_value_fn_runs_in_cross_replica_context(two):

@@ -222,6 +222,12 @@ BAD = {
     "other features": lambda m: m.fit(X[:, :3], Y),
     "single rows of tf.data": lambda m: m.fit(tf_data(X, Y)),
     "single rows of a generator": lambda m: m.fit(b for b in zip(X, Y, strict=True)),
+    "a validation split of tf.data": lambda m: m.fit(
+        tf_data(X, Y).batch(4), validation_split=0.5
+    ),
+    "weights beside tf.data": lambda m: m.fit(
+        tf_data(X, Y).batch(4), sample_weight=np.ones(len(X))
+    ),
     "scalars": lambda m: m.fit(b for b in ((1.0, 2.0),)),
     "empty generator": lambda m: m.fit(b for b in ()),
     "empty arrays": lambda m: m.fit(X[:0], Y[:0]),

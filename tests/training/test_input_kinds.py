@@ -284,6 +284,27 @@ def test_nested_inputs_and_outputs(mirrored):
     assert_equal(one, train(mirrored(3), nested, x, y, BATCH))
 
 
+def by_name(targets):
+    """The first input is the last one by name."""
+    inputs = keras.Input((3,), name="z"), keras.Input((2,), name="a")
+    x = keras.layers.Add()([keras.layers.Dense(2)(x) for x in inputs])
+    x = keras.layers.ActivityRegularization(l2=0.1)(x)
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    model.compile("sgd", "mse" if targets else None)
+    return model
+
+
+@pytest.mark.full(keep_on="jax")
+@pytest.mark.parametrize("targets", [Y, None], ids=["targets", "no targets"])
+def test_inputs_by_name(targets, two):
+    def make():
+        return by_name(targets is not None)
+
+    x = {"a": X[:, :2], "z": X}
+    one = train(None, make, x, targets, BATCH, predicted=None)
+    assert_equal(one, train(two, make, x, targets, BATCH, predicted=None))
+
+
 STRUCTURED = {
     "tf.data": lambda *trees: tf_data(*trees),
     "generator": lambda *trees: (

@@ -290,6 +290,16 @@ def test_explicit_compile_defaults(two):
     assert_equal(one, train(two, make, X, Y, predicted=0))
 
 
+class Numbers(keras.callbacks.Callback):
+    """Keeps the numbers of batches that are evaluated and predicted."""
+
+    def __init__(self, kept):
+        super().__init__()
+        note = lambda batch, logs=None: kept.append((batch, 0))  # noqa: E731
+        self.on_test_batch_begin = self.on_test_batch_end = note
+        self.on_predict_batch_begin = self.on_predict_batch_end = note
+
+
 @pytest.mark.full(keep_on="jax")
 def test_steps_per_execution(two):
     """Callbacks see what they see on one device: the last step of each execution."""
@@ -305,8 +315,9 @@ def test_steps_per_execution(two):
         fit = {"verbose": 0, "callbacks": [note], "shuffle": False}
         model.fit(x, y, batch_size=5, epochs=2, **fit)  # 7 batches, the last of 4 rows
         model.fit(x, y, batch_size=11, **fit)  # 4 batches, the last of one row
-        logs = model.evaluate(x, y, batch_size=5, verbose=0)
-        predicted = model.predict(x, batch_size=5, verbose=0)
+        options = {"batch_size": 5, "verbose": 0, "callbacks": [Numbers(seen)]}
+        logs, predicted = model.evaluate(x, y, **options), model.predict(x, **options)
+        assert [batch for batch, _ in seen[-12:]] == [0, 2, 3, 5, 6, 8] * 2
         return [*state(model), np.array(seen), logs, predicted]
 
     try:
