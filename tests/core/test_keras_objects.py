@@ -94,7 +94,7 @@ def test_metric_counts_rows_of_all_replicas(name, api):
 
 
 def test_metric_as_function_of_run(api):
-    """What it returns there is of the local rows."""
+    """The function returns the result of the local rows."""
     with api.s.scope():
         metric = keras.metrics.Mean()
     assert api.local(api.s.run(metric, (api.two_rows,))) == [1.5, 4.0]
