@@ -36,6 +36,8 @@ def write_everything(folder: str, epochs: int = 3) -> dict:
         keras.callbacks.CSVLogger(path / "log.csv"),
         keras.callbacks.BackupAndRestore(path / "backup", delete_checkpoint=False),
     ]
+    if HAS_TENSORFLOW:
+        callbacks.append(keras.callbacks.TensorBoard(path / "board"))
     x, y = digits(29)
     history = model.fit(
         x,
@@ -190,7 +192,10 @@ def test_only_chief_writes(written):
     folders, results, printed = written
     folder, results = folders["whole"], results["whole"]
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
-    assert files == [
+    events = [name for name in files if ".tfevents." in name]
+    parts = ["board/train", "board/validation"] * HAS_TENSORFLOW
+    assert [name.rpartition("/")[0] for name in events] == parts
+    assert [name for name in files if not name.startswith("board")] == [
         "backup",
         "backup/backup-000000002.npz",
         "backup/backup-000000003.npz",

@@ -291,8 +291,6 @@ def test_explicit_compile_defaults(two):
 
 
 class Numbers(keras.callbacks.Callback):
-    """Keeps the numbers of batches that are evaluated and predicted."""
-
     def __init__(self, kept):
         super().__init__()
         note = lambda batch, logs=None: kept.append((batch, 0))  # noqa: E731
