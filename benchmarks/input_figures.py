@@ -137,6 +137,7 @@ class CountedArray(np.ndarray):
         return part.view(np.ndarray)
 
 
+@ks.row_independent  # which a counter cannot prove
 class Rows:
     """A source of rows that can be indexed."""
 

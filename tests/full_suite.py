@@ -56,6 +56,7 @@ KEPT = {
     "distributed/test_gradient_buckets.py::test_workers_equal_one_process": 2,
     "distributed/test_elastic.py::": 0,
     "distributed/test_links.py::test_slow_lossy_links": 0,
+    "distributed/test_input_matrix.py::": 3,
     "distributed/test_local_rows.py::test_local_rows_give_one_devices_weights": 1,
     "distributed/test_orbax.py::": 1,
     "distributed/test_resume.py::test_resume_on_another_backend": 0,

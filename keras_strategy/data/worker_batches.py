@@ -36,25 +36,24 @@ _SAME_ROWS = (
     "`keras_strategy.files` selects files. Or distribute the dataset with "
     "`AutoShardPolicy.DATA`, where all workers read global batches."
 )
-_DIFFERENT_ROWS = (
-    "The data of the %d workers differs: a row that all of them have read is not the "
-    "same on each, and holds random numbers. Each worker reads 1/%d of the rows of its "
-    "own data, as if all had the same. To match one device, draw for row i from its "
-    "own generator, such as `np.random.default_rng([seed, i])`."
-)
 FULL_READS = (
     "Each of the %d workers reads all rows of this data and computes only some: every "
     "row is read %d times. If reading is slow, use rows that can be indexed "
     "(`keras_strategy.IndexedDataset`, or a torch DataLoader of them), of which a "
-    "worker reads only its own, or have each worker read a different part, with "
-    "`AutoShardPolicy.OFF`, or FILE for a `tf.data.Dataset` of files."
+    "worker reads only its own. Rows may depend on each other if a `collate_fn`, "
+    "`__getitems__` or `read` is yours, or if reading changes the dataset: if they do "
+    "not, declare it by `keras_strategy.row_independent(...)`. Or have each worker "
+    "read a different part, with `AutoShardPolicy.OFF`, or FILE for a "
+    "`tf.data.Dataset` of files."
 )
 _warned: set[str] = set()
 
 
-def warn_once(cluster: Cluster, message: str) -> None:
+def warn_once(cluster: Cluster | None, message: str) -> None:
     """Warn on the chief, if there are several workers."""
-    if cluster.size > 1 and cluster.is_chief and message not in _warned:
+    if cluster is None or cluster.size == 1 or not cluster.is_chief:
+        return
+    if message not in _warned:
         _warned.add(message)
         logger.warning(message, cluster.size, cluster.size)
 
@@ -98,16 +97,14 @@ class SynchronizedBatches:
     def __iter__(self) -> Iterator[Any]:
         # Now rather than with the first batch: starting may draw random numbers.
         iterator = iter(self.batches)
-        num_read = itertools.count()
 
         def describe(batch):
-            """Return the number of rows, their order, and a digest of values."""
+            """Return the number of rows, and digests of their order and values."""
             if batch is None:
                 return None
             if isinstance(batch, LocalRows):
                 return [batch.global_rows, str(batch.order_checksum), batch.digest]
-            is_first = next(num_read) == 0
-            return [count_rows(batch), digest_of(batch) if is_first else ""]
+            return [count_rows(batch), "", digest_of(batch)]
 
         return read_synchronized(
             iterator,
@@ -129,44 +126,30 @@ class SynchronizedBatches:
                 "own rows of every batch. Received batches of different numbers "
                 f"of rows: {self.cluster.format_by_worker(rows)}."
             )
-        if any(answer[:2] != answers[0][:2] for answer in answers):
-            by_worker = self.cluster.format_by_value(answer[1] for answer in answers)
-            if isinstance(batch, LocalRows):
-                raise WorkerInputError(
-                    "All workers must read in the same order: each reads its own rows "
-                    "of every batch. Received a batch of different rows on some "
-                    f"workers (digests of their indices by worker: {by_worker}). If a "
-                    "sampler has its own generator, give it the same seed on all "
-                    "workers."
-                )
+        orders, digests = ([answer[i] for answer in answers] for i in (1, 2))
+        if len(set(orders)) > 1:
+            raise WorkerInputError(
+                "All workers must read in the same order: each reads its own rows of "
+                "every batch. Received a batch of different rows on some workers "
+                "(digests of their indices by worker: "
+                f"{self.cluster.format_by_value(orders)}). If a sampler has its own "
+                "generator, give it the same seed on all workers."
+            )
+        if len(set(filter(None, digests))) > 1:
             raise WorkerInputError(
                 "All workers must be given the same batches: each computes on its own "
-                "rows of every batch. Received different values in the first one "
-                f"(digests by worker: {by_worker}). If they are shuffled or drawn at "
-                "random, a seed is missing: call `keras.utils.set_random_seed(...)` "
-                "before the dataset is made, or pass `shuffle(..., seed=...)`. Use "
+                "rows of every batch. Received different values (digests by worker: "
+                f"{self.cluster.format_by_value(digests)}). If they are shuffled or "
+                "drawn at random, a seed is missing: call "
+                "`keras.utils.set_random_seed(...)` before the dataset is made, pass "
+                "`shuffle(..., seed=...)`, and draw for row i from "
+                "`np.random.default_rng([seed, i])`. If each worker may draw its own "
+                "numbers, declare the dataset `keras_strategy.row_independent`. Use "
                 "`AutoShardPolicy.OFF` only if each worker already has its own rows."
             )
-        if not isinstance(batch, LocalRows):
-            if self.warn_full_reads:
-                warn_once(self.cluster, FULL_READS)
-        elif any(answer != answers[0] for answer in answers):
-            self._check_different_rows(batch, [answer[2] for answer in answers])
+        if self.warn_full_reads and not isinstance(batch, LocalRows):
+            warn_once(self.cluster, FULL_READS)
         return batch
-
-    def _check_different_rows(self, batch: LocalRows, digests: list) -> None:
-        """Raise if the data differs; warn if rows are drawn at random."""
-        if batch.reread_digest is not None and batch.reread_digest() == batch.digest:
-            by_worker = self.cluster.format_by_value(digests)
-            raise WorkerInputError(
-                "All workers must be given the same data: each reads its own rows of "
-                "every batch. Received different values in rows that all of them have "
-                f"read (digests by worker: {by_worker}), and the same values when "
-                "they were read again. If each worker's data is a different part, "
-                "distribute it with `AutoShardPolicy.OFF`. If rows are drawn by their "
-                "index, use the same seed on all workers."
-            )
-        warn_once(self.cluster, _DIFFERENT_ROWS)
 
     def _warn_uneven_end(self, answers: list) -> None:
         ended = [

@@ -91,6 +91,7 @@ def fit_signature(
     compiled: Mapping[str, Any],
     arguments: Mapping[str, Any],
     callbacks: list[Any],
+    lookups: Iterable[Any] = (),
 ) -> list[Item]:
     description = describe(model)
     if not isinstance(description, Mapping):  # a subclass without `get_config`
@@ -103,8 +104,20 @@ def fit_signature(
         "callbacks": [type(callback).__name__ for callback in callbacks],
         **{f"callback {type(c).__name__}": _settings(c) for c in callbacks},
         "model": description,
+        **dict(map(_adapted_state, itertools.count(), lookups)),
     }
     return _items(fields)
+
+
+def _adapted_state(index: int, layer: Any) -> tuple[str, Any]:
+    """Return what `adapt` has computed and neither config nor variables hold."""
+    weights: dict[str, Any] = {}
+    layer.save_own_variables(weights)
+    name = layer.name.rstrip("_0123456789")  # without a counter
+    return f"adapted layer {index} '{name}'", {
+        "vocabulary": list(map(str, layer.get_vocabulary())),
+        **{key: _array(value) for key, value in weights.items()},
+    }
 
 
 def call_signature(arguments: Mapping[str, Any]) -> list[Item]:

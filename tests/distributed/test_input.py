@@ -72,8 +72,8 @@ def test_worker_reads_local_rows_of_loader(results):
         assert read["evaluate"] == before + 8 + 2 * 4 + rows
         assert read["predict"] == before + 3 * 4 + rows
         assert read["noisy"] == 2 * 29 + before
-        # And a row that all workers compare.
-        assert read["indexed"] == before + 2 * (3 * 4 + rows) + 1
+        # And all rows of the first batch.
+        assert read["indexed"] == before + 2 * (3 * 4 + rows) + 4
         assert read["loop"] == read["indexed loop"] == 15 - (result is results[1])
         for name, expected in alone.items():
             for got, want in zip(result["results"][name], expected, strict=True):
