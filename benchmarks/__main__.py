@@ -16,12 +16,11 @@ from typing import Any
 
 import keras_strategy
 from benchmarks.comparisons import BACKENDS, COMPARISONS, Comparison
-from benchmarks.measure import row_of
+from benchmarks.paired_processes import measure_row, starter_for
 from benchmarks.paired_timing import CPU
-from benchmarks.report import RATIO, ratio, table
-from benchmarks.sides import starter_for
+from benchmarks.tables import RATIO, comparisons_table, format_ratio, is_noisy
 
-# That a row is measured, at most.
+# How often a noisy row is measured at most.
 ATTEMPTS = 3
 # Not imported, because it would import a backend.
 _KERAS = Path(importlib.util.find_spec("keras").origin).parent
@@ -29,55 +28,42 @@ _KERAS = Path(importlib.util.find_spec("keras").origin).parent
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="where the rows are written")
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
-    parser.add_argument(
-        "--aims", action="store_true", help="the rows alone that have an aim"
-    )
-    parser.add_argument(
-        "--below",
-        metavar="FILE",
-        help="the rows alone that were below their aims there",
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="of both programs")
-    parser.add_argument(
-        "--starts", type=int, default=1, help="of the processes, each with all rounds"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=0.25, help="that a program trains in a round"
-    )
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="what the names must hold"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=13.0, help="until noisy rows are left so"
-    )
+    add = parser.add_argument
+    add("--json", metavar="FILE", help="where the rows are written")
+    add("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    add("--aims", action="store_true", help="only rows that have an aim")
+    add("--below", metavar="FILE", help="only rows that were below their aims there")
+    add("--rounds", type=int, default=5, help="of both programs")
+    add("--starts", type=int, default=1, help="of the processes, each with all rounds")
+    add("--seconds", type=float, default=0.25, help="of a program's turn in a round")
+    add("--only", default="", metavar="TEXT", help="only rows whose names contain it")
+    add("--minutes", type=float, default=13.0, help="until noisy rows are left so")
     options = parser.parse_args()
     began = time.monotonic()
-    rows, failed = _measured(options, began + 60 * options.minutes)
-    print(RATIO, table(rows), sep="\n\n")
+    rows, failed = _measure(options, began + 60 * options.minutes)
+    print(RATIO, comparisons_table(rows), sep="\n\n")
     print(f"{len(rows)} rows in {time.monotonic() - began:.0f} s; failed: {failed}")
     if options.json:
-        text = json.dumps({**_about(), "rows": rows}, indent=1)
+        text = json.dumps({**_describe_machine(), "rows": rows}, indent=1)
         Path(options.json).write_text(text + "\n")
     return int(bool(failed))
 
 
-def _measured(
+def _measure(
     options: argparse.Namespace, until: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows, and the names of those that failed.
 
     Noisy ones are measured again when all are there, while there is time.
     """
-    names = wanted(options.backends, options.only, options.aims)
+    names = select_rows(options.backends, options.only, options.aims)
     if options.below:
         below = rows_below(json.loads(Path(options.below).read_text())["rows"])
         names = {key: name for key, name in names.items() if name in below}
     rows: dict[tuple[Comparison, str], dict[str, Any]] = {}
     failed = set()
     for attempt in range(ATTEMPTS):
-        left = [k for k in names if attempt == 0 or k in rows and _noisy(rows[k])]
+        left = [k for k in names if attempt == 0 or k in rows and is_noisy(rows[k])]
         for (backend, workers), group in itertools.groupby(
             left, lambda key: (key[0].backend, key[0].workers)
         ):
@@ -86,34 +72,26 @@ def _measured(
                     if attempt and time.monotonic() > until:
                         break
                     try:
-                        row = row_of(
-                            starter,
-                            *key,
-                            options.rounds,
-                            options.seconds,
-                            options.starts,
-                        )
+                        turns = options.rounds, options.seconds, options.starts
+                        row = measure_row(starter, *key, *turns)
                     except RuntimeError as error:  # the others are still measured
                         print(f"{names[key]}: {error}", file=sys.stderr)
                         failed.add(names[key])
                         continue
-                    print(f"{names[key]}: {_said(row)}", flush=True)
+                    print(f"{names[key]}: {_format_row(row)}", flush=True)
                     rows[key] = min(row, rows.get(key, row), key=lambda r: r["noise"])
     return [rows[key] for key in names if key in rows], sorted(failed)
 
 
-def wanted(
+def select_rows(
     backends: Sequence[str], only: str = "", aims: bool = False
 ) -> dict[tuple[Comparison, str], str]:
-    """Return the rows to measure.
+    """Return the names of rows to measure, by the comparison and its case.
 
     Args:
-        backends: Those of which.
-        only: What their names hold.
-        aims: Whether they are those alone that have an aim.
-
-    Returns:
-        Their names, by the comparison and its case.
+        backends: The backends of the rows.
+        only: Text that the names contain.
+        aims: Whether only rows with an aim are measured.
     """
     names = {
         (comparison, case): _name(
@@ -141,18 +119,15 @@ def _name(backend: str, case: str, peer: str) -> str:
     return f"{backend}: {case} / {peer}"
 
 
-def _noisy(row: dict[str, Any]) -> bool:
-    return row["noise"] > 1
-
-
-def _said(row: dict[str, Any]) -> str:
-    ratios = ", ".join(f"{ratio(s)} {unit}" for unit, s in row["speeds"].items())
+def _format_row(row: dict[str, Any]) -> str:
+    speeds = row["speeds"].items()
+    ratios = ", ".join(f"{format_ratio(speed)} {unit}" for unit, speed in speeds)
     machine = f"others {row['others']:.1%}, idle {row['idle']:.1%}"
-    return f"{ratios}; {machine}{', noisy' if _noisy(row) else ''}"
+    return f"{ratios}; {machine}{', noisy' if is_noisy(row) else ''}"
 
 
-def _about() -> dict[str, Any]:
-    """Return the comparison and the backend that a result belongs to."""
+def _describe_machine() -> dict[str, Any]:
+    """Return what a result belongs to: versions, the date and the machine."""
     packages = ("keras", "jax", "torch", "tensorflow-cpu", "tensorflow")
     return {
         "version": keras_strategy.__version__,

@@ -1,17 +1,37 @@
-"""The models that are timed, and what they are trained on.
+"""Models that are timed, and the data that they are trained on.
 
-Small models: on two cores a step of a large one is all arithmetic, and what a strategy
-adds to it could not be seen.
+Most are small: on two cores a step of a large one is all arithmetic, and what a
+strategy adds to it could not be seen. Some data is drawn by a generator: what is learnt
+of it does not matter.
 """
 
 import functools
 import pydoc_data.topics
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import keras
 import numpy as np
+from keras import layers
+
+from benchmarks.comparisons import (
+    CNN,
+    DROPOUT,
+    EMBEDDING,
+    EXACT_CNN,
+    EXACT_TRANSFORMER,
+    LARGE_MLP,
+    LARGE_NORMALIZED,
+    MLP,
+    NORMALIZED,
+    ON_GPUS,
+    REHEARSAL,
+    RESNET50,
+    TRANSFORMER,
+    WIDE_MLP,
+)
 
 CHARACTERS = 96  # those of ASCII that print, and one for all others
 WORDS = 8192
@@ -50,93 +70,94 @@ class Case:
 
     @functools.lru_cache(maxsize=2)  # noqa: B019, the cases live as long as the process
     def rows(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """So many rows of the data, repeated where there are not as many."""
+        """Return so many rows of the data, which repeat if there are fewer."""
         x, y = self.load()
         index = np.arange(count) % len(x)
         return x[index], y[index]
+
+    def batches(self, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the shuffled global batches of an epoch."""
+        x, y = self.rows(steps * self.batch)
+        order = np.random.default_rng(0).permutation(len(x)).reshape(steps, -1)
+        return ((x[rows], y[rows]) for rows in order)
 
 
 def optimizer() -> keras.optimizers.Optimizer:
     return keras.optimizers.Adam(1e-3)
 
 
-def loss() -> keras.losses.Loss:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+def loss(**options: Any) -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
-def _mlp(rate: float = 0.0) -> keras.Model:
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((64,)),
-            layers.Dense(256, "relu"),
-            *_dropout(rate),
-            layers.Dense(256, "relu"),
-            *_dropout(rate),
-            layers.Dense(10),
-        ]
-    )
-
-
-def _wide_mlp() -> keras.Model:
-    layers = keras.layers
-    hidden = [layers.Dense(1024, "relu") for _ in range(3)]
-    return keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10)])
-
-
-def _dropout(rate: float) -> list[keras.layers.Layer]:
-    return [keras.layers.Dropout(rate)] if rate else []
+def build_mlp(units: int = 256, hidden: int = 2, rate: float = 0.0) -> keras.Model:
+    model = keras.Sequential([keras.Input((64,))])
+    for _ in range(hidden):
+        model.add(layers.Dense(units, "relu"))
+        if rate:
+            model.add(layers.Dropout(rate))
+    model.add(layers.Dense(10))
+    return model
 
 
 def _cnn() -> keras.Model:
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.Conv2D(32, 3, padding="same", activation="relu"),
-            layers.Conv2D(64, 3, padding="same", activation="relu"),
-            layers.MaxPooling2D(2),
-            layers.Flatten(),
-            layers.Dense(10),
-        ]
-    )
-
-
-def _normalized_cnn() -> keras.Model:
-    layers = keras.layers
     model = keras.Sequential([keras.Input((8, 8, 1))])
     for filters in (32, 64):
-        model.add(layers.Conv2D(filters, 3, padding="same", use_bias=False))
-        model.add(layers.BatchNormalization())
-        model.add(layers.Activation("relu"))
+        model.add(layers.Conv2D(filters, 3, padding="same", activation="relu"))
     for layer in (layers.MaxPooling2D(2), layers.Flatten(), layers.Dense(10)):
         model.add(layer)
     return model
 
 
-def _transformer(rate: float = 0.0) -> keras.Model:
-    layers, width = keras.layers, 64
-    tokens = keras.Input((64,), dtype="int32")
-    x = layers.Embedding(CHARACTERS, width)(tokens)
-    for _ in range(2):
+def _normalized_cnn(
+    side: int = 8, channels: int = 1, filters: tuple = (32, 64), pools: bool = False
+) -> keras.Model:
+    """Return a CNN with BatchNormalization; if `pools`, after each convolution."""
+    model = keras.Sequential([keras.Input((side, side, channels))])
+    for number, count in enumerate(filters, 1):
+        model.add(layers.Conv2D(count, 3, padding="same", use_bias=False))
+        model.add(layers.BatchNormalization())
+        model.add(layers.Activation("relu"))
+        if pools or number == len(filters):
+            model.add(layers.MaxPooling2D(2))
+    for layer in (layers.Flatten(), layers.Dense(10)):
+        model.add(layer)
+    return model
+
+
+def _resnet50() -> keras.Model:
+    build = keras.applications.ResNet50
+    return build(weights=None, input_shape=(32, 32, 3), classes=10)
+
+
+def _transformer(
+    words: int = CHARACTERS,
+    length: int = 64,
+    width: int = 64,
+    blocks: int = 2,
+    heads: int = 2,
+    rate: float = 0.0,
+) -> keras.Model:
+    tokens = keras.Input((length,), dtype="int32")
+    x = layers.Embedding(words, width)(tokens)
+    for _ in range(blocks):
         y = layers.LayerNormalization()(x)
-        attention = layers.MultiHeadAttention(2, width // 2, dropout=rate)
+        attention = layers.MultiHeadAttention(heads, width // heads, dropout=rate)
         y = attention(y, y, use_causal_mask=True)
-        for dropout in _dropout(rate):
-            y = dropout(y)
+        if rate:
+            y = layers.Dropout(rate)(y)
         x = layers.Add()([x, y])
         y = layers.LayerNormalization()(x)
         y = layers.Dense(4 * width, "gelu")(y)
         y = layers.Dense(width)(y)
-        for dropout in _dropout(rate):
-            y = dropout(y)
+        if rate:
+            y = layers.Dropout(rate)(y)
         x = layers.Add()([x, y])
-    logits = layers.Dense(CHARACTERS)(layers.LayerNormalization()(x))
-    return keras.Model(tokens, logits)
+    x = layers.LayerNormalization()(x)
+    return keras.Model(tokens, layers.Dense(words, dtype="float32")(x))
 
 
 def _embedding() -> keras.Model:
-    layers = keras.layers
     return keras.Sequential(
         [
             keras.Input((32,), dtype="int32"),
@@ -167,10 +188,8 @@ def _next_characters() -> tuple[np.ndarray, np.ndarray]:
     codes = np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype("int32")
     codes = np.where((codes >= 32) & (codes < 127), codes - 32, CHARACTERS - 1)
     rows = (len(codes) - 1) // 64
-    return (
-        codes[: rows * 64].reshape(rows, 64),
-        codes[1 : rows * 64 + 1].reshape(rows, 64),
-    )
+    inputs, targets = codes[: rows * 64], codes[1 : rows * 64 + 1]
+    return inputs.reshape(rows, 64), targets.reshape(rows, 64)
 
 
 @functools.cache
@@ -186,20 +205,107 @@ def _topics_of_words() -> tuple[np.ndarray, np.ndarray]:
     return np.array(x, "int32")[order], np.array(y, "int32")[order]
 
 
-CASES = (
-    Case("MLP, batch 128", _mlp, _digits, 128),
-    Case("MLP, batch 1024", _mlp, _digits, 1024),
+@functools.cache
+def _drawn_images(side: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(2048, side, side, 3)).astype("float32")
+    return x, draw.integers(0, classes, len(x)).astype("int32")
+
+
+@functools.cache
+def _drawn_words(words: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    drawn = np.random.default_rng(0).integers(0, words, (1024, length + 1))
+    drawn = drawn.astype("int32")
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+_drawn_digits = functools.partial(_drawn_images, 32, 10)
+CPU_CASES = (
+    Case(MLP, build_mlp, _digits, 128),
+    Case(LARGE_MLP, build_mlp, _digits, 1024),
     # 9 MB of gradients: enough to send some of them while others are computed.
-    Case("wide MLP", _wide_mlp, _digits, 256),
-    Case("CNN", _cnn, _images, 128),
-    Case("CNN with BatchNormalization", _normalized_cnn, _images, 128),
-    Case("transformer", _transformer, _next_characters, 16),
-    Case("embedding", _embedding, _topics_of_words, 128),
-    Case("MLP with Dropout", functools.partial(_mlp, 0.2), _digits, 128),
+    Case(WIDE_MLP, functools.partial(build_mlp, 1024, 3), _digits, 256),
+    Case(CNN, _cnn, _images, 128),
+    Case(NORMALIZED, _normalized_cnn, _images, 128),
     Case(
-        "transformer with Dropout",
-        functools.partial(_transformer, 0.1),
-        _next_characters,
-        16,
+        LARGE_NORMALIZED,
+        functools.partial(_normalized_cnn, 32, 3, (32, 64, 128), pools=True),
+        _drawn_digits,
+        64,
     ),
+    Case(RESNET50, _resnet50, _drawn_digits, 64),
+    Case(TRANSFORMER, _transformer, _next_characters, 16),
+    Case(EMBEDDING, _embedding, _topics_of_words, 128),
+    Case(DROPOUT[0], functools.partial(build_mlp, rate=0.2), _digits, 128),
+    Case(DROPOUT[1], functools.partial(_transformer, rate=0.1), _next_characters, 16),
 )
+
+
+# --- those of GPUs, which are small if CPU devices stand for them
+
+SIDE, CLASSES = (8, 10) if REHEARSAL else (32, 100)
+FILTERS = (4, 8) if REHEARSAL else (64, 128, 256, 512)
+_WORDS, _LENGTH = (64, 8) if REHEARSAL else (WORDS, 128)
+_SIZE = (16, 1, 2) if REHEARSAL else (512, 6, 8)
+
+
+def _smooth_cnn() -> keras.Model:
+    image = x = keras.Input((SIDE, SIDE, 3))
+    for filters in FILTERS[:3]:
+        x = layers.Conv2D(filters, 3, padding="same", activation="gelu")(x)
+        x = layers.AveragePooling2D(2)(x)
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(image, layers.Dense(CLASSES, dtype="float32")(x))
+
+
+def _resnet() -> keras.Model:
+    def convolved(x, filters, strides):
+        x = layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
+        return layers.BatchNormalization()(x)
+
+    image = keras.Input((SIDE, SIDE, 3))
+    x = layers.Activation("relu")(convolved(image, FILTERS[0], 1))
+    for group, filters in enumerate(FILTERS):
+        for block in range(2):
+            strides = 2 if group and not block else 1
+            y = layers.Activation("relu")(convolved(x, filters, strides))
+            y = convolved(y, filters, 1)
+            if strides == 2:
+                x = layers.Conv2D(filters, 1, 2, use_bias=False)(x)
+                x = layers.BatchNormalization()(x)
+            x = layers.Activation("relu")(layers.Add()([x, y]))
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(image, layers.Dense(CLASSES, dtype="float32")(x))
+
+
+def _gpu_case(
+    name: str,
+    build: Callable[[], keras.Model],
+    load: Callable[[], tuple[np.ndarray, np.ndarray]],
+    batch: int,
+) -> Case:
+    """Return a case whose name ends with its precision."""
+
+    def build_with_policy() -> keras.Model:
+        previous = keras.config.dtype_policy()
+        is_half = name.endswith("bfloat16")
+        keras.config.set_dtype_policy("mixed_bfloat16" if is_half else "float32")
+        try:
+            return build()
+        finally:
+            keras.config.set_dtype_policy(previous)
+
+    return Case(name, build_with_policy, load, batch // 8 if REHEARSAL else batch)
+
+
+_large_transformer = functools.partial(_transformer, _WORDS, _LENGTH, *_SIZE)
+_words = functools.partial(_drawn_words, _WORDS, _LENGTH)
+_large_images = functools.partial(_drawn_images, SIDE, CLASSES)
+GPU_CASES = (
+    _gpu_case(EXACT_CNN, _smooth_cnn, _large_images, 512),
+    _gpu_case(EXACT_TRANSFORMER, _large_transformer, _words, 16),
+    _gpu_case(ON_GPUS[0], _large_transformer, _words, 32),
+    _gpu_case(ON_GPUS[1], _resnet, _large_images, 256),
+    _gpu_case(ON_GPUS[2], _smooth_cnn, _large_images, 512),
+)
+CASES = {case.name: case for case in (*CPU_CASES, *GPU_CASES)}

@@ -16,19 +16,30 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import numpy as np
 
 import keras_strategy as ks
-from benchmarks.paired_timing import WALL, OtherLoad, Turn, compare, warm
+from benchmarks.cases import Case, build_mlp
+from benchmarks.paired_timing import WALL, OtherLoad, compare, turn_of, warm
+from benchmarks.programs import Fit
+from benchmarks.programs.ours import fit_under
 from keras_strategy.commands import info
 
-_INPUTS, _CLASSES = 64, 10
 # Other processes' share of the machine from which a measured ratio is unreliable.
 _MAX_OTHER_LOAD = 0.05
+_TEXT = """\
+Keras {keras} on {backend}; {machine}
+An MLP of {weights:,} weights, Adam, {batch_size} rows a step; {rounds} rounds of
+{steps} steps, in turn
+
+  Keras alone       {keras_alone:10.1f} steps per second
+  MirroredStrategy  {with_strategy:10.1f} on {devices}
+  ratio             {ratio:10.2f} (quartiles {quartiles[0]:.2f} to {quartiles[1]:.2f})
+
+Other processes took {others:.0%} of the machine"""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -50,41 +61,18 @@ def main(args: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(result, indent=2))
         return 0
-    quartiles = "{:.2f} to {:.2f}".format(*result["quartiles"])
-    devices = ", ".join(result["devices"])
+    text = _TEXT.format(**{**result, "devices": ", ".join(result["devices"])})
     is_quiet = result["others"] < _MAX_OTHER_LOAD
-    advice = "" if is_quiet else ": measure again on an idle machine"
-    for line in (
-        f"Keras {result['keras']} on {result['backend']}; {result['machine']}",
-        f"A model of {result['weights']:,} weights ({result['model']}), Adam, "
-        f"{result['batch_size']} rows a step; {result['rounds']} rounds of "
-        f"{result['steps']} steps, in turn",
-        "",
-        f"  Keras alone       {result['keras_alone']:10.1f} steps per second",
-        f"  MirroredStrategy  {result['with_strategy']:10.1f} on {devices}",
-        f"  ratio             {result['ratio']:10.2f} (quartiles {quartiles})",
-        "",
-        f"Other processes took {result['others']:.0%} of the machine{advice}.",
-    ):
-        print(line)
+    print(text + ("." if is_quiet else ": measure again on an idle machine."))
     return 0
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure by the command line's options; return the result and its conditions."""
-    devices = None
-    if options.devices is not None:
-        ks.config.set_logical_devices("cpu", options.devices)
-        devices = [f"cpu:{index}" for index in range(options.devices)]
-    strategy = ks.MirroredStrategy(devices)
-    with strategy.scope():
-        ours = _model(options.units)
-    # Where there are GPUs, Keras alone would otherwise train on one.
-    on_cpu = devices is not None
-    with _device_scope(on_cpu):
-        alone = _model(options.units)
-    size = options.batch_size
-    turns = _turn(ours, size, False), _turn(alone, size, on_cpu)
+    strategy, ours, alone = create_programs(
+        options.devices, options.units, options.batch_size
+    )
+    turns = turn_of(ours), turn_of(alone)
     steps = warm(*turns, options.seconds)
     load, begin = OtherLoad(), time.process_time()
     speed = compare(*turns, steps, options.rounds).speeds[WALL]
@@ -94,9 +82,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         **{name: versions[name] for name in ("keras_strategy", "keras", "backend")},
         "machine": f"{os.cpu_count()} cores, {platform.platform()}",
         "devices": list(strategy.extended.worker_devices),
-        "model": f"{_INPUTS} - {options.units} - {options.units} - {_CLASSES}",
-        "weights": ours.count_params(),
-        "batch_size": size,
+        "weights": ours.model.count_params(),
+        "batch_size": options.batch_size,
         "rounds": options.rounds,
         "steps": steps,
         "keras_alone": speed.peer,
@@ -107,38 +94,25 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# A short and a long turn alternate.
-@functools.lru_cache(maxsize=2)
-def _make_batches(batch_size: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return random inputs and classes, the same batch in every step."""
+def create_programs(
+    count: int | None, units: int, batch: int
+) -> tuple[ks.Strategy, Fit, Fit]:
+    """Return a strategy of so many devices, `fit` on it, and `fit` of Keras alone."""
     random = np.random.default_rng(0)
-    x = random.normal(size=(batch_size, _INPUTS)).astype("float32")
-    y = random.integers(0, _CLASSES, batch_size).astype("int32")
-    return np.tile(x, (steps, 1)), np.tile(y, steps)
-
-
-def _model(units: int) -> keras.Model:
-    layers = keras.layers
-    hidden = [layers.Dense(units, "relu") for _ in range(2)]
-    model = keras.Sequential([keras.Input((_INPUTS,)), *hidden, layers.Dense(_CLASSES)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss)
-    return model
-
-
-def _device_scope(on_cpu: bool) -> AbstractContextManager[Any]:
-    return keras.device("cpu") if on_cpu else contextlib.nullcontext()
-
-
-def _turn(model: keras.Model, batch_size: int, on_cpu: bool) -> Turn:
-    def train(steps: int) -> dict[str, float]:
-        x, y = _make_batches(batch_size, steps)
-        begin = time.perf_counter()
-        with _device_scope(on_cpu):
-            model.fit(x, y, batch_size=batch_size, verbose=0)
-        return {WALL: time.perf_counter() - begin}
-
-    return train
+    x = random.normal(size=(batch, 64)).astype("float32")
+    y = random.integers(0, 10, batch).astype("int32")
+    case = Case("random", functools.partial(build_mlp, units), lambda: (x, y), batch)
+    devices, scope = None, contextlib.nullcontext
+    if count is not None:
+        ks.config.set_logical_devices("cpu", count)
+        devices = [f"cpu:{index}" for index in range(count)]
+        # Where there are GPUs, Keras alone would otherwise train on one.
+        scope = functools.partial(keras.device, "cpu")
+    strategy = ks.MirroredStrategy(devices)
+    ours = fit_under(strategy, case)
+    with scope():
+        alone = Fit(case.compiled(), case, scope=scope)
+    return strategy, ours, alone
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.comparisons import BACKENDS
 from benchmarks.paired_timing import CPU, WALL
-from benchmarks.report import table
+from benchmarks.tables import comparisons_table, is_noisy, markdown
 
 ROOT = Path(__file__).parents[1]
 HISTORY = ROOT / "benchmarks" / "history"
@@ -23,7 +23,7 @@ RESULTS = ROOT / "docs" / "benchmarks.md"
 PAGE = ROOT / "docs" / "benchmarks_history.md"
 CHANGES = HISTORY / "changes.md"
 _MARKED = r"(?<=<!-- {0} -->\n\n).*?(?=\n\n<!-- end of {0} -->)"
-# What the summary says of which backend, cases and peer.
+# Rows of the summary: their name, backend, cases and peer.
 IN_SHORT = (
     ("`fit`, one device of a strategy", "", r"fit, \w+Strategy", "plain Keras"),
     ("`fit`, two devices", "jax", r"fit, MirroredStrategy", "keras.distribution"),
@@ -50,15 +50,15 @@ _SHOWN = 3
 
 
 def runs() -> list[dict[str, Any]]:
-    """All that were kept, newest first."""
+    """Return all that were kept, newest first."""
     found = [json.loads(path.read_text()) for path in HISTORY.glob("*.json")]
     return sorted(found, key=lambda run: run["date"], reverse=True)
 
 
-def with_rows(
+def merge_rows(
     rows: list[dict[str, Any]], later: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Rows in their places, those that were measured again as they were then."""
+    """Return rows in their places, replaced by those that were measured later."""
     found = {(r["backend"], r["case"], r["peer"]): r for r in [*rows, *later]}
     order = {backend: place for place, backend in enumerate(BACKENDS)}
     return sorted(found.values(), key=lambda row: order[row["backend"]])
@@ -66,7 +66,7 @@ def with_rows(
 
 def with_results(text: str, run: dict[str, Any]) -> str:
     """Return a page with the tables between their marks replaced by a run's."""
-    tables = {"results": table(run["rows"]), "in short": in_short(run)}
+    tables = {"results": comparisons_table(run["rows"]), "in short": in_short(run)}
     for mark, content in tables.items():
         place = re.compile(_MARKED.format(mark), re.S)
         text, count = place.subn(lambda _, content=content: content, text)
@@ -76,13 +76,10 @@ def with_results(text: str, run: dict[str, Any]) -> str:
 
 
 def in_short(run: dict[str, Any]) -> str:
-    """Return the smallest and the largest ratio of comparable rows."""
-    lines = [
-        f"| ours | on | beside | {WALL} | {CPU} |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    """Return the table of the smallest and the largest ratio of comparable rows."""
+    lines = []
     for what, backend, case, peer in IN_SHORT:
-        for on in [backend] if backend else ["jax", "torch", "tensorflow"]:
+        for on in [backend] if backend else BACKENDS:
             found = [
                 row["speeds"]
                 for row in run["rows"]
@@ -90,9 +87,9 @@ def in_short(run: dict[str, Any]) -> str:
                 and row["peer"].startswith(peer)
                 and re.fullmatch(case, row["case"].partition(": ")[2])
             ]
-            ratios = (_range([s[unit]["ratio"] for s in found]) for unit in (WALL, CPU))
-            lines.append(f"| {what} | {on} | {peer} | {' | '.join(ratios)} |")
-    return "\n".join(lines)
+            ratios = [_range([s[unit]["ratio"] for s in found]) for unit in (WALL, CPU)]
+            lines.append((what, on, peer, *ratios))
+    return markdown(("ours", "on", "beside", WALL, CPU), lines)
 
 
 def _range(ratios: list[float]) -> str:
@@ -103,40 +100,35 @@ def _range(ratios: list[float]) -> str:
 def history(kept: list[dict[str, Any]]) -> str:
     """Return the page of the newest runs."""
     kept = kept[:_SHOWN]
-    lines = [HEAD, "## The runs", ""]
-    lines += [f"- **{_name(run)}**: {_about(run)}" for run in kept]
-    for backend in ("jax", "torch", "tensorflow"):
+    columns = [_name(run) for run in kept]
+    parts = [HEAD, "## The runs", ""]
+    parts += [f"- **{_name(run)}**: {_describe(run)}" for run in kept]
+    for backend in BACKENDS:
         rows: dict[tuple[str, str], dict[str, str]] = {}
         for run in kept:
             for row in run["rows"]:
                 if row["backend"] == backend:
                     cells = rows.setdefault((row["case"], row["peer"]), {})
                     cells[_name(run)] = _cell(row)
-        columns = [_name(run) for run in kept]
-        lines += ["", f"## {backend}", ""]
-        lines.append("| case: ours | peer | " + " | ".join(columns) + " |")
-        lines.append("| --- | --- |" + " --- |" * len(columns))
-        lines += [
-            f"| {case} | {peer} | " + " | ".join(c.get(n, "") for n in columns) + " |"
-            for (case, peer), c in rows.items()
-        ]
-    return "\n".join([*lines, "", CHANGES.read_text()])
+        lines = [(*key, *(c.get(n, "") for n in columns)) for key, c in rows.items()]
+        table = markdown(("case: ours", "peer", *columns), lines)
+        parts += ["", f"## {backend}", "", table]
+    return "\n".join([*parts, "", CHANGES.read_text()])
 
 
 def _name(run: dict[str, Any]) -> str:
     return f"{run['version']}, {run['date']}"
 
 
-def _about(run: dict[str, Any]) -> str:
-    packages = ", ".join(
-        f"{name} {version}" for name, version in run["packages"].items()
-    )
-    return f"{run['machine']}; {packages}. {run.get('note', '')}".strip()
+def _describe(run: dict[str, Any]) -> str:
+    packages = run["packages"].items()
+    versions = ", ".join(f"{name} {version}" for name, version in packages)
+    return f"{run['machine']}; {versions}. {run.get('note', '')}".strip()
 
 
 def _cell(row: dict[str, Any]) -> str:
     ratios = (f"{row['speeds'][unit]['ratio']:.2f}" for unit in (WALL, CPU))
-    return " / ".join(ratios) + (" ~" if row.get("noise", 0) > 1 else "")
+    return " / ".join(ratios) + (" ~" if is_noisy(row) else "")
 
 
 def keep(file: Path) -> None:
@@ -144,17 +136,17 @@ def keep(file: Path) -> None:
     run = json.loads(file.read_text())
     path = _path(run)
     if path.exists():
-        run["rows"] = with_rows(json.loads(path.read_text())["rows"], run["rows"])
-    write(run)
+        run["rows"] = merge_rows(json.loads(path.read_text())["rows"], run["rows"])
+    _write(run)
     _, *older = runs()
     for place, run in enumerate(older, 1):
         if place < _SHOWN:
-            write({**run, "rows": [only_shown(row) for row in run["rows"]]})
+            _write({**run, "rows": [_only_shown(row) for row in run["rows"]]})
         else:
             _path(run).unlink()
 
 
-def write(run: dict[str, Any]) -> None:
+def _write(run: dict[str, Any]) -> None:
     """Write a run into the history, each row in a line."""
     rows = ",\n".join(json.dumps(r, separators=(",", ":")) for r in run["rows"])
     text = json.dumps({**run, "rows": []}, indent=1)
@@ -162,14 +154,14 @@ def write(run: dict[str, Any]) -> None:
     _path(run).write_text(text + "\n")
 
 
-def only_shown(row: dict[str, Any]) -> dict[str, Any]:
+def _only_shown(row: dict[str, Any]) -> dict[str, Any]:
     """Return what the page of the history shows of a row."""
     shown = {name: row[name] for name in ("backend", "case", "peer")}
     shown["speeds"] = {
         unit: {"ratio": round(speed["ratio"], 4)}
         for unit, speed in row["speeds"].items()
     }
-    return {**shown, "noise": row["noise"]} if row.get("noise", 0) > 1 else shown
+    return {**shown, "noise": row["noise"]} if is_noisy(row) else shown
 
 
 def _path(run: dict[str, Any]) -> Path:

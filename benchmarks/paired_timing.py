@@ -26,6 +26,18 @@ SHORT = 8  # ratio of the long to the short time
 _PROC_STAT = Path("/proc/stat")
 
 
+def turn_of(train: Callable[[int], object]) -> Turn:
+    """Return the turn of a program of this process."""
+
+    def turn(steps: int) -> dict[str, float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        train(steps)
+        cpu_seconds = time.process_time() - cpu
+        return {WALL: time.perf_counter() - wall, CPU: cpu_seconds}
+
+    return turn
+
+
 @dataclass(frozen=True)
 class Speed:
     """Medians of our speeds, the peer's, and the paired ratios (higher is better)."""
@@ -55,6 +67,12 @@ class Pairing:
             speeds[unit] = Speed(*medians, statistics.median(ratios), (low, high))
         return speeds
 
+    @property
+    def fixed_seconds(self) -> tuple[float, float]:
+        """The fixed seconds of a call of ours, and of the peer."""
+        ours, peer = ([times[i][1] for times in self.rounds] for i in (0, 1))
+        return statistics.median(ours), statistics.median(peer)
+
 
 def warm(ours: Turn, peer: Turn, seconds: float, min_steps: int = SHORT) -> int:
     """Warm up both; return how many steps take the peer so many seconds."""
@@ -83,6 +101,28 @@ def _time(turn: Turn, steps: int) -> Times:
     short, long = turn(num_short), turn(steps)
     step = {unit: (long[unit] - short[unit]) / (steps - num_short) for unit in long}
     return step, short[WALL] - num_short * step[WALL]
+
+
+def seconds_per_call(
+    call: Callable[[int], object], few: int, many: int, rounds: int = 7
+) -> float:
+    """Return the seconds of one of the calls, without what does not grow with them.
+
+    Args:
+        call: Makes so many calls.
+        few, many: The numbers of calls whose times are subtracted.
+        rounds: How often both are timed.
+    """
+    call(few), call(many)
+    differences = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        call(few)
+        middle = time.perf_counter()
+        call(many)
+        end = time.perf_counter()
+        differences.append(((end - middle) - (middle - begin)) / (many - few))
+    return statistics.median(differences)
 
 
 class OtherLoad:

@@ -34,7 +34,8 @@ import keras
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.testing import WarmStarter, WorkerRunner
+from keras_strategy.testing import WorkerRunner
+from tests.testing.warm_starter import WarmStarter
 from tests.full_suite import find_full
 
 # Not by the environment variable: programs that tests start would inherit it, and
@@ -68,7 +69,7 @@ PROCESSES = {
         "test_killed_process.py",
         "test_late_patches.py",
     ),
-    *("test_parameter_servers.py", "test_sides.py", "test_threads.py"),
+    *("test_paired_processes.py", "test_parameter_servers.py", "test_threads.py"),
 }
 TESTS = pathlib.Path(__file__).parent
 

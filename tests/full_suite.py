@@ -26,7 +26,7 @@ KEPT = {
     "test_pages.py::test_page_code_runs": 0,
     "testing/test_worker_runner.py::test_docstring_examples_run": 0,
     # Costs of a step, and measurements.
-    "benchmarks/test_sides.py::test_row_is_measured": 0,
+    "benchmarks/test_paired_processes.py::test_row_is_measured": 0,
     "cluster/test_scale.py::": 0,
     "speed/": 0,
     # Faults.

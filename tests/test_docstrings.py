@@ -8,14 +8,13 @@ import keras
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.testing import WarmStarter
 
 EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
 MODULES = "callbacks", "config", "cluster_resolver", "coordinator", "experimental"
 # They start processes, which are the same on every backend: on torch.
-ONCE = "testing.WorkerRunner", "testing.WarmStarter"
+ONCE = ("testing.WorkerRunner",)
 
 
 def documented():
@@ -61,8 +60,6 @@ def test_example(code, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for variable in ("TF_CONFIG",):
         monkeypatch.delenv(variable, raising=False)
-    # For a program of a user's it imports Keras, which takes seven seconds.
-    monkeypatch.setattr(WarmStarter.__init__, "__defaults__", (("numpy",),))
     exec(compile(code, "<example>", "exec"), {})
 
 

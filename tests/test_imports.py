@@ -59,7 +59,6 @@ BY_NAME = {
     # Modules of others.
     "cluster_resolver/base.py": 1,
     "keras_patches/patch.py": 1,
-    "testing/warm_server.py": 1,
     "testing/worker_call.py": 1,
 }
 

@@ -22,7 +22,8 @@ import zlib
 
 import numpy as np
 
-from keras_strategy.testing import WarmStarter, WorkerRunner
+from keras_strategy.testing import WorkerRunner
+from tests.testing.warm_starter import WarmStarter
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECORDED = ROOT / "docs" / "images" / "gallery"

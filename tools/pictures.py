@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from benchmarks.scaling.published import ANCHORS, ETHERNET_25
+from benchmarks.scaling.model import ANCHORS
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 IMAGES = BENCHMARKS.parent / "docs" / "images"
@@ -367,9 +367,8 @@ def scaling() -> str:
     at = _efficiency_axes(drawing, devices, what)
     for number, anchor in enumerate(ANCHORS):
         colour = list(LINES.values())[number]
-        for overlap, dash in ((0, ""), (2 / 3, DASHES[1])):
-            step = anchor.step(overlap)
-            points = [at(n, step.efficiency(n, ETHERNET_25)) for n in devices]
+        for place, dash in enumerate(("", DASHES[1])):  # without overlap, and with it
+            points = [at(n, anchor.predict(n)[place]) for n in devices]
             drawing.line(points, colour, dash)
         drawing.point(*at(anchor.devices, anchor.efficiency), colour)
         drawing.box(80 + 110 * number, 6, 104, 26, colour, anchor.model)

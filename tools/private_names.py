@@ -31,9 +31,10 @@ def is_private(name: str) -> bool:
 
 def is_patch_module(path: Path) -> bool:
     """Return True if a file may use Keras's private names."""
+    names = ("patches", "internals", "variables")
     parts = path.resolve().relative_to(PACKAGE).parts
     return parts[0] == "keras_patches" or (
-        parts[0] == "backends" and parts[-1].startswith(("patches", "internals"))
+        parts[0] == "backends" and parts[-1].startswith(names)
     )
 
 

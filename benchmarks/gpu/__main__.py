@@ -8,9 +8,6 @@ import argparse
 import concurrent.futures
 import datetime
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,12 +18,11 @@ from typing import Any
 import keras_strategy
 from benchmarks.comparisons import BACKENDS
 from benchmarks.gpu.report import report
-from benchmarks.gpu.table import SECTIONS, Section
+from benchmarks.gpu.sections import ABOUT, SECTIONS, Section, run_section
+from keras_strategy.testing import WorkerFailed, WorkerRunner, WorkerTimeout
 
-ROOT = Path(__file__).parents[2]
-ABOUT = Section("about", "", 90)
 # Two cores compile for longer than a machine that has GPUs.
-PATIENCE = 4
+REHEARSAL_FACTOR = 4
 
 
 class Run:
@@ -49,86 +45,71 @@ class Run:
             "sections": [],
         }
 
-    def ask(self, backends: list[str]) -> None:
-        """Asks the engines what they are."""
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            ends = pool.map(lambda backend: self._run(ABOUT, backend), backends)
-            for backend, end in zip(backends, ends, strict=True):
-                (about,) = end["rows"] or [{"error": end["error"], "gpus": []}]
-                self.result["engines"][backend] = about
+    def find_gpus(self, backend: str) -> None:
+        """Record what the backend is, and which GPUs it sees."""
+        end = self._run(ABOUT, backend)
+        (about,) = end["rows"] or [{"error": end["error"], "gpus": []}]
+        self.result["engines"][backend] = about
 
     def section(self, section: Section, backend: str) -> None:
         """Run a section, or record the reason why not."""
         about = self.result["engines"][backend]
-        there = 2 if self.result["rehearsal"] else len(about["gpus"])
+        found = 2 if self.result["rehearsal"] else len(about["gpus"])
         end = {"rows": [], "error": None, "seconds": 0.0}
+        skipped = None
         if "error" in about:
-            skipped = "the engine cannot be imported"
-        elif there < section.gpus:
-            skipped = f"it needs {section.gpus} GPU, there are {there}"
+            skipped = "the backend cannot be imported"
+        elif found < section.gpus:
+            skipped = f"it needs {section.gpus} GPU, there are {found}"
             skipped += f" (a build for {about['build']})"
         elif self._until - time.monotonic() < 10:
             skipped = "the time was over"
         else:
-            skipped = None
             end = self._run(section, backend)
-        said = {"title": section.title, "backend": backend, "skipped": skipped}
-        self.result["sections"].append(said | end)
-        said = skipped or end["error"] or f"{len(end['rows'])} rows"
-        print(
-            f"{backend}, {section.title}: {said} [{end['seconds']:.0f} s]", flush=True
-        )
+        about = {"title": section.title, "backend": backend, "skipped": skipped}
+        self.result["sections"].append(about | end)
+        outcome = skipped or end["error"] or f"{len(end['rows'])} rows"
+        seconds = f"{end['seconds']:.0f} s"
+        print(f"{backend}, {section.title}: {outcome} [{seconds}]", flush=True)
         if self._file:
             with self._writing:
                 Path(self._file).write_text(json.dumps(self.result, indent=1) + "\n")
 
     def _run(self, section: Section, backend: str) -> dict[str, Any]:
         began = time.monotonic()
-        patience = PATIENCE if self.result["rehearsal"] else 1
-        limit = min(patience * section.seconds, self._until - began)
+        factor = REHEARSAL_FACTOR if self.result["rehearsal"] else 1
+        limit = min(factor * section.seconds, self._until - began)
+        is_divided = self.result["rehearsal"] and section.divided
+        error = None
         with tempfile.TemporaryDirectory() as folder:
-            out, log = Path(folder, "rows"), Path(folder, "log")
-            command = [sys.executable, "-m", "benchmarks.gpu.section"]
-            with log.open("wb") as output:
-                process = subprocess.Popen(
-                    [*command, section.title, str(limit), str(out)],
-                    cwd=ROOT,
-                    env=self._environment(section, backend),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            out = Path(folder, "rows")
+            with WorkerRunner(
+                1, 2 if is_divided else None, limit, self._variables(backend)
+            ) as runner:
                 try:
-                    status = process.wait(limit)
-                    error = None if status == 0 else log.read_text()[-6000:]
-                    error = error or (f"ended with status {status}" if status else None)
-                except subprocess.TimeoutExpired:
+                    runner.run(run_section, section.title, limit, str(out))
+                except WorkerTimeout:
                     error = f"It took longer than {limit:.0f} s."
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                except WorkerFailed as failure:
+                    error = failure.ends[0].output[-6000:] or str(failure)
             lines = out.read_text().splitlines() if out.exists() else []
         # The last one may have been cut off.
         rows = [json.loads(line) for line in lines if line.endswith("}")]
         return {"rows": rows, "error": error, "seconds": time.monotonic() - began}
 
-    def _environment(self, section: Section, backend: str) -> dict[str, str]:
-        more = {
+    def _variables(self, backend: str) -> dict[str, str | None]:
+        variables: dict[str, str | None] = {
             "KERAS_BACKEND": backend,
-            "NPROC": os.environ.get("NPROC", "8"),
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-            ),
             "TF_CPP_MIN_LOG_LEVEL": "2",
+            "TF_CONFIG": None,  # that of no cluster
             # Two processes share a GPU while they take turns.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",
         }
         if self.result["rehearsal"]:
-            more |= {"BENCHMARKS_GPU_REHEARSAL": "1", "CUDA_VISIBLE_DEVICES": ""}
-            more["JAX_PLATFORMS"] = "cpu"
-            if section.divided:
-                more["KERAS_STRATEGY_LOGICAL_CPUS"] = "2"
-        return {**os.environ, **more}
+            variables |= {"BENCHMARKS_GPU_REHEARSAL": "1", "CUDA_VISIBLE_DEVICES": ""}
+            variables["JAX_PLATFORMS"] = "cpu"
+        return variables
 
 
 def main() -> int:
@@ -148,18 +129,18 @@ def main() -> int:
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     run = Run(options.rehearse, until, options.json)
-    run.ask(list(options.backends))
-    wanted = [s for s in SECTIONS if options.only in s.title]
+    selected = [s for s in SECTIONS if options.only in s.title]
 
-    def compared(backend: str) -> None:
-        for section in wanted:
+    def compare_with_one_device(backend: str) -> None:
+        run.find_gpus(backend)
+        for section in selected:
             if not section.timed and backend in section.backends:
                 run.section(section, backend)
 
-    # What is not timed can run beside other engines.
+    # What is not timed can run beside other backends.
     with concurrent.futures.ThreadPoolExecutor(options.rehearse or None) as pool:
-        list(pool.map(compared, options.backends))
-    for section in wanted:
+        list(pool.map(compare_with_one_device, options.backends))
+    for section in selected:
         for backend in options.backends:
             if section.timed and backend in section.backends:
                 run.section(section, backend)

@@ -4,13 +4,13 @@ import os
 import sys
 from typing import Any
 
-import keras
-
-BACKEND = keras.backend.backend()
+BACKEND = os.environ.get("KERAS_BACKEND", "")
 
 
 def about() -> dict[str, Any]:
     """Return the backend's version, its build and the GPUs that it sees."""
+    import keras
+
     if BACKEND == "torch":
         import torch
 
@@ -21,7 +21,7 @@ def about() -> dict[str, Any]:
 
         try:
             found = jax.devices("gpu")
-        except RuntimeError:  # JAX's way to say that there is none
+        except RuntimeError:  # there is none
             found = []
         gpus = [device.device_kind for device in found]
         version = jax.__version__
@@ -29,10 +29,8 @@ def about() -> dict[str, Any]:
     else:
         import tensorflow as tf
 
-        version, build = (
-            tf.__version__,
-            tf.sysconfig.get_build_info().get("cuda_version"),
-        )
+        version = tf.__version__
+        build = tf.sysconfig.get_build_info().get("cuda_version")
         found = tf.config.list_physical_devices("GPU")
         details = [tf.config.experimental.get_device_details(gpu) for gpu in found]
         gpus = [detail.get("device_name", "a GPU") for detail in details]
@@ -44,10 +42,10 @@ def about() -> dict[str, Any]:
     }
 
 
-def exact() -> None:
-    """Products of float32 in float32, and sums in one order where that can be had.
+def set_exact() -> None:
+    """Multiply float32 in float32, and sum in one order where the backend can.
 
-    With TF32, which has 10 bits, nothing could be told apart from rounding.
+    With TF32, which has 10 bits, a difference could not be told from rounding.
     """
     if BACKEND == "torch":
         import torch
@@ -103,15 +101,20 @@ def _divide_torch() -> list[str]:
     return names
 
 
-def resting_megabytes() -> float | None:
+def weights(program: Any) -> list[Any]:
+    """Return the weights of a program that is a `Fit`."""
+    return program.model.get_weights()
+
+
+def resting_megabytes(_: Any) -> float | None:
     """Return the memory of torch's tensors on the GPU now; None without a GPU."""
     import torch
 
     return torch.cuda.memory_allocated() / 1e6 if torch.cuda.is_available() else None
 
 
-def peak_megabytes() -> float | None:
-    """Return the peak memory of the first GPU in bytes; None without a GPU."""
+def peak_megabytes(_: Any) -> float | None:
+    """Return the peak memory of the first GPU; None without a GPU."""
     if BACKEND == "torch":
         import torch
 

@@ -1,58 +1,78 @@
-"""Sections of the measurement: each yields rows, in its own process."""
+"""Sections of a run on GPUs; each runs in its own process."""
 
 import contextlib
 import dataclasses
-import statistics
+import json
 import time
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.comparisons import Comparison
+from benchmarks.comparisons import (
+    BACKENDS,
+    DDP_LOOP,
+    EXACT_CNN,
+    EXACT_TRANSFORMER,
+    JAX_LOOP,
+    ON_GPUS,
+    PLAIN_FIT,
+    REHEARSAL,
+    Program,
+    fit,
+    fit_of_workers,
+    native_loop,
+)
 from benchmarks.gpu import engine
-from benchmarks.gpu.cases import EXACT, HALF, REHEARSAL, TIMED, TRANSFORMER
-from benchmarks.measure import fixed_seconds
-from benchmarks.paired_timing import WALL, compare, warm
-from benchmarks.sides import Sided
-from keras_strategy.testing.warm_starter import start_cold
-from tests.equality.compare import WEIGHTS, largest
+from benchmarks.paired_processes import ProgramProcesses
+from benchmarks.paired_timing import compare, warm
 
 Row = dict[str, Any]
-# A process that has imported an engine may have touched the GPU: it is not forked.
-COLD = types.SimpleNamespace(start=start_cold)
 SECONDS, ROUNDS = (0.02, 2) if REHEARSAL else (0.3, 7)
 
 
-# --- exactness
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Part of a run.
+
+    Attributes:
+        title: Its name in the report.
+        rows: Yields its rows, given the seconds that it may take.
+        seconds: Its time limit.
+        backends: Where it is run.
+        gpus: How many GPUs it needs.
+        timed: Whether nothing else may run meanwhile.
+        divided: Whether its own process has two CPU devices in a rehearsal.
+    """
+
+    title: str
+    rows: Callable[[float], Iterator[Row]]
+    seconds: int
+    backends: tuple[str, ...] = BACKENDS
+    gpus: int = 1
+    timed: bool = True
+    divided: bool = False
+
+
+def about(_: float) -> Iterator[Row]:
+    yield engine.about()
 
 
 def equality(seconds: float) -> Iterator[Row]:
     """Yield the equality table on the backend's devices, while time is left."""
     import keras_strategy as ks
 
-    engine.exact()
+    engine.set_exact()
     devices = list(ks.MirroredStrategy().extended.worker_devices)
     yield from _equal_rows(devices, seconds)
 
 
 def logical(seconds: float) -> Iterator[Row]:
     """Yield the equality table on two logical GPUs of one GPU."""
-    engine.exact()
+    engine.set_exact()
     devices = engine.divide()
     if engine.BACKEND == "torch":
         seconds /= 2
         yield from _equal_rows(devices, seconds, "parameters")
     yield from _equal_rows(devices, seconds)
-
-
-def logical_speed(_: float) -> Iterator[Row]:
-    """`fit` on them, beside a native strategy."""
-    pair = _comparison(("gpu.ours:logical_fit", "gpu.peers:native_logical_fit"))
-    place = [engine.visible(0)]
-    each = [(pair, ours, TIMED[-1], place) for ours in (True, False)]
-    with _ready(*each) as (ours, peer):
-        name = "tf.distribute.MirroredStrategy"
-        yield _paired(ours, peer, f"{TIMED[-1]}: fit, 2 logical GPUs", name)
 
 
 def _equal_rows(
@@ -65,16 +85,15 @@ def _equal_rows(
 
     until = time.monotonic() + 0.6 * seconds  # some rows take long
     strategy = ks.MirroredStrategy(devices, shard=shard)
-    split = f" (shard={shard!r})" if shard else ""
-    # The optimizers last: they are many, and alike to an engine.
+    suffix = f" (shard={shard!r})" if shard else ""
+    # The optimizers last: they are many, and alike to a backend.
     cases = sorted(all_cases(), key=lambda case: case.name.split()[0] == "optimizer")
     for case in cases[: 2 if REHEARSAL else None]:
         if time.monotonic() > until:
             return
-        what = case.name + split
-        row = {"what": what, "devices": devices, "tolerance": tolerances(case)}
         if engine.BACKEND in case.not_on:
             continue
+        row = {"what": case.name + suffix, "tolerance": tolerances(case)}
         try:
             found = differences(run(case, ROWS[0]), run(case, ROWS[0], strategy))
         except Exception as error:  # the others are still compared
@@ -94,149 +113,121 @@ def workers_on_one_gpu(_: float) -> Iterator[Row]:
     yield _workers([engine.visible(0)] * 2, "RING")
 
 
+def workers_on_two_gpus(_: float) -> Iterator[Row]:
+    implementation = "RING" if REHEARSAL else "NCCL"
+    yield _workers([engine.visible(0), engine.visible(1)], implementation)
+
+
 def sharding(_: float) -> Iterator[Row]:
     """Yield memory and weights of two processes that share a GPU, by `shard=`."""
     places = [engine.visible(0)] * 2
     for shard in "parameters", "optimizer", None:
-        yield _workers(places, "RING", TRANSFORMER, shard, timed=False)
-
-
-def workers_by_nccl(_: float) -> Iterator[Row]:
-    implementation = "RING" if REHEARSAL else "NCCL"
-    yield _workers([engine.visible(0), engine.visible(1)], implementation)
+        yield _workers(places, "RING", EXACT_TRANSFORMER, shard, timed=False)
 
 
 def _workers(
     places: Sequence[Mapping[str, str]],
     implementation: str,
-    case: str = EXACT,
+    case: str = EXACT_CNN,
     shard: str | None = None,
     timed: bool = True,
 ) -> Row:
-    """Trains on two workers and on one device, and compares the weights."""
-    programs = "gpu.ours:workers_fit", "gpu.peers:exact_fit"
-    how = {"BENCHMARKS_IMPLEMENTATION": implementation}
+    """Train on two workers and on one device, and compare the weights."""
+    from tests.equality.compare import WEIGHTS, largest
+
+    communication = {"implementation": implementation}
+    ours = fit_of_workers(communication=communication, shard=shard, exact=True)
     what = f"{case}: fit, 2 processes, {implementation}"
     if shard:
-        how["BENCHMARKS_SHARD"] = shard
         what += f", shard={shard!r}"
-    ours = _comparison(programs, workers=2)
-    with _ready(
-        (ours, True, case, [{**place, **how} for place in places]),
-        (_comparison(programs), False, case, [places[0]]),
-    ) as (many, one):
+    plain = Program(PLAIN_FIT.function, {"exact": True})
+    with _ready(case, (ours, places), (plain, places[:1])) as (many, one):
         for side in many, one:
             side.train(5)
-        (expected,) = one.ask("call", "gpu.peers:weights")
-        found = many.ask("call", "gpu.peers:weights")
+        (expected,) = one.ask("call", "gpu.engine:weights")
+        found = many.ask("call", "gpu.engine:weights")
         worst = max(largest(expected, weights) for weights in found)
-        row: Row = {"what": what}
-        if timed:
-            row = _paired(many, one, what, "one device")
-        else:
-            for name in "device_megabytes", "resting_megabytes":
-                call = f"gpu.peers:{name}"
-                row[name] = [side.ask("call", call)[0] for side in (many, one)]
-    return row | {
-        "difference": [worst],
-        "tolerance": [WEIGHTS],
-        "equal": worst <= WEIGHTS,
-    }
-
-
-# --- speed
+        row = _paired(many, one, what, "one device") if timed else {"what": what}
+        row["device_megabytes"] = _megabytes("peak", many, one)
+        if not timed:
+            row["resting_megabytes"] = _megabytes("resting", many, one)
+    equal = worst <= WEIGHTS
+    return row | {"difference": [worst], "tolerance": [WEIGHTS], "equal": equal}
 
 
 def ratios(_: float) -> Iterator[Row]:
     """One device: our fit, Keras's, and a loop by hand, in turn."""
-    of_plain = _comparison(("ours:one_device_fit", "programs:plain_fit"))
-    by_hand = dataclasses.replace(of_plain, programs=("", "gpu.peers:by_hand"))
-    for case in TIMED:
-        place = [engine.visible(0)]
-        with _ready(
-            (of_plain, True, case, place),
-            (of_plain, False, case, place),
-            (by_hand, False, case, place),
-        ) as (ours, plain, hand):
-            yield _paired(ours, plain, f"{case}: fit, OneDeviceStrategy", "plain Keras")
-            yield _paired(ours, hand, f"{case}: fit, OneDeviceStrategy", "by hand")
-
-
-def overlap(_: float) -> Iterator[Row]:
-    """Yield the share of the all-reduce that overlaps with compute.
-
-    A step of two processes takes as long as one of half the batch on one device, and
-    what is not hidden of the sum. For our fit, and for DistributedDataParallel.
-    """
-    places = [engine.visible(0), engine.visible(1)]
-    implementation = "RING" if REHEARSAL else "NCCL"
-    how = {"BENCHMARKS_IMPLEMENTATION": implementation}
-    two = _comparison(("gpu.ours:workers_fit", "gpu.peers:under_ddp"), workers=2)
-    sums = dataclasses.replace(two, programs=("", "gpu.peers:all_reduce"))
-    alone = _comparison(("ours:one_device_fit", "gpu.peers:by_hand"))
-    seconds = {}
-    for name, arguments in {
-        "ours": (two, True, TIMED[0], [{**place, **how} for place in places]),
-        "DDP": (two, False, TIMED[0], places),
-        "ours, half a batch": (alone, False, HALF, places),
-        "by hand, half a batch": (alone, False, HALF, places),
-        "sum": (sums, False, TIMED[0], places),
-    }.items():
-        with _ready(arguments) as (side,):
-            seconds[name] = _step_seconds(side)
-    row: Row = {"what": f"{TIMED[0]}: overlap", "step_seconds": seconds}
-    for name, half in ("ours", "ours, half a batch"), ("DDP", "by hand, half a batch"):
-        waited = seconds[name] - seconds[half]
-        row[f"hidden share of the sum, {name}"] = 1 - waited / seconds["sum"]
-    yield row
-
-
-# --- the processes of a section
-
-
-def _comparison(programs: tuple[str, str], workers: int = 1) -> Comparison:
-    return Comparison(
-        engine.BACKEND,
-        "",
-        "",
-        programs,
-        None,
-        replicas=workers,
-        workers=workers,
-        catalog="gpu.cases",
-    )
+    by_hand = {
+        "jax": JAX_LOOP,
+        "torch": Program(DDP_LOOP.function, {"distributed": False}),
+        "tensorflow": native_loop(name=""),
+    }[engine.BACKEND]
+    one_device = fit(strategy="OneDeviceStrategy")
+    place = [engine.visible(0)]
+    programs = [(program, place) for program in (one_device, PLAIN_FIT, by_hand)]
+    for case in ON_GPUS:
+        with _ready(case, *programs) as (ours, *peers):
+            for peer, name in zip(peers, ("plain Keras", "by hand"), strict=True):
+                row = _paired(ours, peer, f"{case}: fit, OneDeviceStrategy", name)
+                yield row | {"device_megabytes": _megabytes("peak", ours, peer)}
 
 
 @contextlib.contextmanager
-def _ready(*arguments: Any) -> Iterator[list[Sided]]:
-    """Sides that have trained for one step; their engines start at the same time."""
+def _ready(case: str, *programs: Any) -> Iterator[list[ProgramProcesses]]:
+    """Context manager of processes that have trained for one step.
+
+    They are not forked, as a process that has imported a backend may have touched the
+    GPU. The backends start at the same time.
+    """
     with contextlib.ExitStack() as stack:
-        sides = [stack.enter_context(Sided(COLD, *each)) for each in arguments]
+        sides = [
+            stack.enter_context(
+                ProgramProcesses(program, case, len(places), environments=places)
+            )
+            for program, places in programs
+        ]
         for side in sides:
             side.ready()
         yield sides
 
 
-def _paired(ours: Sided, peer: Sided, what: str, name: str) -> Row:
+def _paired(
+    ours: ProgramProcesses, peer: ProgramProcesses, what: str, name: str
+) -> Row:
     steps = warm(ours.train, peer.train, SECONDS)
     pairing = compare(ours.train, peer.train, steps, ROUNDS)
     return {
         "what": what,
         "peer": name,
         "speeds": {u: dataclasses.asdict(s) for u, s in pairing.speeds.items()},
-        "once_seconds": fixed_seconds(pairing),
+        "once_seconds": pairing.fixed_seconds,
         "first_step_seconds": [ours.first_step, peer.first_step],
-        "device_megabytes": [
-            side.ask("call", "gpu.peers:device_megabytes")[0] for side in (ours, peer)
-        ],
         "peak_mb": [ours.peak_mb, peer.peak_mb],
     }
 
 
-def _step_seconds(side: Sided) -> float:
-    """Return the median time of a step over all processes, from two lengths."""
-    few, many = (1, 4) if REHEARSAL else (4, 32)
-    for steps in few, many:
-        side.train(steps)
-    taken = [side.train(many)[WALL] - side.train(few)[WALL] for _ in range(ROUNDS)]
-    return statistics.median(taken) / (many - few)
+def _megabytes(kind: str, *sides: ProgramProcesses) -> list[float | None]:
+    return [side.ask("call", f"gpu.engine:{kind}_megabytes")[0] for side in sides]
+
+
+ABOUT = Section("about", about, 90)
+SECTIONS = (
+    Section("equality", equality, 120, timed=False, divided=True),
+    Section(
+        *("two logical GPUs", logical, 120, ("torch", "tensorflow")),
+        timed=False,
+        divided=True,
+    ),
+    Section("two processes, one GPU", workers_on_one_gpu, 60, timed=False),
+    Section("sharding, two processes, one GPU", sharding, 110, ("torch",)),
+    Section("two processes, two GPUs", workers_on_two_gpus, 80, gpus=2),
+    Section("one GPU: ratios", ratios, 110),
+)
+
+
+def run_section(title: str, seconds: float, path: str) -> None:
+    """Write each row as a line of a file, where it stays if the section fails."""
+    (section,) = (s for s in (ABOUT, *SECTIONS) if s.title == title)
+    with open(path, "a") as file:
+        for row in section.rows(seconds):
+            print(json.dumps(row), file=file, flush=True)

@@ -1,4 +1,4 @@
-"""A worker of the comparison: `fit` with and without callbacks, and its times."""
+"""One of several workers on simulated machines, and the time of its step."""
 
 import dataclasses
 import os
@@ -7,18 +7,19 @@ from collections.abc import Sequence
 import keras
 
 import keras_strategy as ks
-from benchmarks.cases import CASES, Case
-from benchmarks.ours import fit_in_scope
+from benchmarks.cases import CASES
+from benchmarks.comparisons import MLP, WORKERS
+from benchmarks.paired_timing import seconds_per_call
+from benchmarks.program_process import find_function
 from benchmarks.programs import Train
-from benchmarks.scaling.worker import time_call
-from benchmarks.side import program_named
+from benchmarks.programs.ours import fit_under
 from tests.distributed.machines import Machine, join_as_worker
 
 PORT = 29_400
-CASE = dataclasses.replace(CASES[0], batch=96)
+CASE = dataclasses.replace(CASES[MLP], batch=96)
 
 
-class Counter(keras.callbacks.Callback):
+class EpochCounter(keras.callbacks.Callback):
     """Counts the epochs."""
 
     epochs = 0
@@ -27,23 +28,24 @@ class Counter(keras.callbacks.Callback):
         self.epochs += 1
 
 
-class Reader(keras.callbacks.Callback):
+class LossReader(keras.callbacks.Callback):
     """Keeps the loss of the last batch."""
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         self.loss = (logs or {})["loss"]
 
 
-def fit(case: Case, callbacks: Sequence[keras.callbacks.Callback] = ()) -> Train:
-    return fit_in_scope(ks.MultiWorkerMirroredStrategy(), case, callbacks=callbacks)
-
-
-def fit_with_callback(case: Case) -> Train:
-    return fit(case, [Counter()])
-
-
-def fit_with_reader(case: Case) -> Train:
-    return fit(case, [Reader()])
+# Callbacks of our `fit`, by the names of the table.
+CALLBACKS = {
+    "fit": [],
+    "with a callback for epochs": [EpochCounter()],
+    "for batches": [LossReader()],
+}
+PEERS = {
+    "torch": ("torch_loops:module_loop", {}),
+    "jax": ("keras_alone:data_parallel_fit_of_workers", {}),
+    "tensorflow": ("tensorflow_loops:native_loop", {"name": WORKERS}),
+}
 
 
 def join(machines: Sequence[Machine], is_peer: bool) -> None:
@@ -59,8 +61,13 @@ def join(machines: Sequence[Machine], is_peer: bool) -> None:
         )
 
 
-def time_step(program: str, machines: Sequence[Machine]) -> float:
-    """Return the seconds of a step of this worker, in its machine."""
-    join(machines, is_peer=not program.startswith("network."))
-    train = program_named(program)(CASE)
-    return time_call(train, 5, 25, rounds=3)
+def time_step(name: str, machines: Sequence[Machine]) -> float:
+    """Return the seconds of a step of "peer" or of a `fit` of ours."""
+    join(machines, is_peer=name == "peer")
+    if name == "peer":
+        function, options = PEERS[keras.backend.backend()]
+        train: Train = find_function(f"programs.{function}")(CASE, **options)
+    else:
+        strategy = ks.MultiWorkerMirroredStrategy()
+        train = fit_under(strategy, CASE, callbacks=CALLBACKS[name])
+    return seconds_per_call(train, 5, 25, rounds=3)

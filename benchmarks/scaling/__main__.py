@@ -1,98 +1,67 @@
-"""Measures the constants of the model on this machine, and checks what it predicts."""
+"""Measures the constants of the model on this machine, and checks what it predicts.
+
+    KERAS_BACKEND=torch python -m benchmarks.scaling [--json FILE]
+
+It also measures the rows per second of a slow source with more and more workers.
+"""
 
 import argparse
 import json
 import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
-from benchmarks.scaling.fitting import fitted_link
-from benchmarks.scaling.model import Link, Step
-from benchmarks.scaling.published import ANCHORS, ETHERNET_25
+from benchmarks.scaling.measurements import measure_worker
+from benchmarks.scaling.model import ANCHORS, Link, Step
+from keras_strategy.testing import WorkerRunner
 
-ROOT = Path(__file__).parents[2]
 WORKERS = (1, 2, 4)
+# One core for each worker, as one device.
+ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scaling", description=__doc__
+        prog="python -m benchmarks.scaling",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--backend", default="torch", help="torch, if not given")
     parser.add_argument("--json", metavar="FILE", help="where the figures are written")
     options = parser.parse_args()
-
-    measured = {n: _measured(options.backend, n) for n in WORKERS}
+    measured, environment = {}, dict.fromkeys(ONE_THREAD, "1")
+    for workers in WORKERS:
+        with WorkerRunner(
+            workers, timeout_seconds=900, environment=environment
+        ) as runner:
+            measured[workers], *_ = runner.run(measure_worker, workers)
+        for threads, speed in measured[workers]["input"].items():
+            reader = f"a slow source, {threads} threads, {workers} workers"
+            print(f"{reader}: {speed:.0f} rows/s", flush=True)
     cores = len(os.sched_getaffinity(0))
-    link = fitted_link(
-        2, {int(size): t for size, t in measured[2]["all_reduce"].items()}
-    )
+    link = Link.fitted(2, measured[2]["all_reduce"])
     print(
-        f"{options.backend}, {cores} cores: latency {link.latency * 1e6:.0f} us, "
+        f"{cores} cores: latency {link.latency * 1e6:.0f} us, "
         f"bandwidth {link.bandwidth / 1e9:.2f} GB/s"
     )
-    rows = list(_checked(measured, link, cores))
-    for row in rows:
-        print(
-            f"{row['case']}, {row['workers']} workers: {row['measured'] * 1e3:.2f} ms, "
-            f"predicted {row['predicted'] * 1e3:.2f} ms"
-        )
-    for anchor in ANCHORS:
-        for devices in (8, 64, 512):
-            low, high = (
-                anchor.step(overlap).efficiency(devices, ETHERNET_25)
-                for overlap in (0, 2 / 3)
-            )
-            print(f"{anchor.model}, {devices} GPUs: {low:.0%} to {high:.0%}")
-    figures = {
-        "backend": options.backend,
-        "cores": cores,
-        "latency": link.latency,
-        "bandwidth": link.bandwidth,
-        "measured": measured,
-        "rows": rows,
-    }
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
-
-
-def _measured(backend: str, workers: int) -> dict:
-    """Return the chief's measurements with a number of workers."""
-    environment = {
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        **os.environ,
-        "KERAS_BACKEND": backend,
-        # One core for each worker, as one device.
-        "OMP_NUM_THREADS": "1",
-        "TF_NUM_INTRAOP_THREADS": "1",
-        "TF_NUM_INTEROP_THREADS": "1",
-    }
-    launcher = []
-    if workers > 1:
-        launcher = ["keras_strategy", "run", f"--workers={workers}", "-m"]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "figures")
-        command = [
-            *(sys.executable, "-m", *launcher, "benchmarks.scaling.worker"),
-            *(f"--out={out}", f"--workers={workers}"),
-        ]
-        subprocess.run(command, cwd=ROOT, env=environment, check=True)
-        return json.loads(out.read_text())
-
-
-def _checked(measured: dict[int, dict], link: Link, cores: int):
-    """Each measured step beside the predicted one."""
+    rows = []
     for case, alone in measured[1]["steps"].items():
         step = Step(compute=alone["seconds"], gradients=alone["gradients"])
         for workers in WORKERS:
-            yield {
-                "case": case,
-                "workers": workers,
-                "measured": measured[workers]["steps"][case]["seconds"],
-                "predicted": step.seconds(workers, link, workers / cores),
-            }
+            seconds = measured[workers]["steps"][case]["seconds"]
+            predicted = step.seconds(workers, link, workers / cores)
+            row = {"case": case, "workers": workers}
+            rows.append({**row, "measured": seconds, "predicted": predicted})
+            print(
+                f"{case}, {workers} workers: {seconds * 1e3:.2f} ms, "
+                f"predicted {predicted * 1e3:.2f} ms"
+            )
+    for anchor in ANCHORS:
+        for devices in (8, 64, 512):
+            low, high = anchor.predict(devices)
+            print(f"{anchor.model}, {devices} GPUs: {low:.0%} to {high:.0%}")
+    if options.json:
+        constants = {"latency": link.latency, "bandwidth": link.bandwidth}
+        with open(options.json, "w") as file:
+            figures = {**constants, "cores": cores, "measured": measured, "rows": rows}
+            json.dump(figures, file, indent=1)
 
 
 if __name__ == "__main__":

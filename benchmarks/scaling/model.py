@@ -1,6 +1,7 @@
-"""Model of a data-parallel training step."""
+"""Model of a data-parallel training step, and published measurements."""
 
 import dataclasses
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,6 +15,35 @@ class Link:
 
     latency: float
     bandwidth: float
+
+    @classmethod
+    def fitted(cls, workers: int, times: Mapping[int, float]) -> "Link":
+        """Return the link that explains measured all-reduces best.
+
+        Least squares of the relative errors, so that small arrays count as large ones
+        do.
+
+        Args:
+            workers: How many took part.
+            times: The seconds of an all-reduce by the bytes of its array, of two sizes
+                or more.
+        """
+        if len(times) < 2:
+            raise ValueError(
+                "Argument `times` must have two sizes or more, for a latency and a "
+                f"bandwidth. Received: times={times!r}"
+            )
+        # times = a + b * size, each equation divided by its time.
+        rows = [(1 / t, size / t) for size, t in times.items()]
+        aa = sum(x * x for x, _ in rows)
+        ab = sum(x * y for x, y in rows)
+        bb = sum(y * y for _, y in rows)
+        a_, b_ = sum(x for x, _ in rows), sum(y for _, y in rows)
+        determinant = aa * bb - ab * ab
+        fixed = (a_ * bb - b_ * ab) / determinant
+        per_byte = (b_ * aa - a_ * ab) / determinant
+        rounds = 2 * (workers - 1)
+        return cls(latency=fixed / rounds, bandwidth=rounds / workers / per_byte)
 
     def all_reduce(self, workers: int, data: float) -> float:
         """Return the seconds of a ring all-reduce.
@@ -60,9 +90,47 @@ class Step:
         comm = link.all_reduce(workers, self.gradients) * share
         return compute + max(0.0, comm - self.overlap * compute)
 
-    def efficiency(
-        self, workers: int, link: Link, workers_per_device: float = 1
-    ) -> float:
+    def efficiency(self, workers: int, link: Link) -> float:
         """Return the speed of each device relative to one alone (weak scaling)."""
-        share = max(1.0, workers_per_device)
-        return self.compute * share / self.seconds(workers, link, workers_per_device)
+        return self.compute / self.seconds(workers, link)
+
+
+# 25 Gbit/s. A message of NCCL over RoCE takes some 10 us; no publication of the anchors
+# gives it, so it is an assumption.
+ETHERNET_25 = Link(latency=10e-6, bandwidth=25e9 / 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Anchor:
+    """A published scaling efficiency.
+
+    Attributes:
+        model: The network.
+        parameters: Its trainable parameters, of 4 bytes each.
+        images_per_second: What one P100 trains alone (TensorFlow's benchmarks of May
+            2017, synthetic data, https://www.tensorflow.org/performance/benchmarks).
+        batch: The rows of one GPU there.
+        devices: The number of GPUs of the measurement.
+        efficiency: The speed of each of them as a share of what it has alone (README of
+            Horovod, https://github.com/horovod/horovod: 128 servers with 4 Pascal GPUs
+            each, connected by a RoCE-capable 25 Gbit/s network).
+    """
+
+    model: str
+    parameters: int
+    images_per_second: float
+    batch: int
+    devices: int
+    efficiency: float
+
+    def predict(self, devices: int) -> list[float]:
+        """Return the efficiency without overlap, and with the maximum."""
+        compute, gradients = self.batch / self.images_per_second, 4 * self.parameters
+        steps = [Step(compute, gradients, overlap) for overlap in (0, 2 / 3)]
+        return [step.efficiency(devices, ETHERNET_25) for step in steps]
+
+
+ANCHORS = (
+    Anchor("Inception V3", 23_851_784, 142, 64, 512, 0.90),
+    Anchor("VGG-16", 138_357_544, 154, 64, 512, 0.68),
+)

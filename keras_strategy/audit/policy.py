@@ -24,6 +24,7 @@ from keras_strategy.audit.comparison import host_copy
 from keras_strategy.audit.report import AuditReport
 from keras_strategy.audit.snapshot import find_objects, find_user_code, read_settings
 from keras_strategy.audit.step import ROWS_PER_REPLICA, StepAudit
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import LocalRows, map_rows
 from keras_strategy.errors import logger
@@ -64,7 +65,7 @@ def gather_row_mixers(model: Any) -> None:
 def audit_batch(
     model: Any,
     kind: str,
-    strategy: Any,
+    strategy: Strategy,
     batch: Any,
     counts: tuple[int, ...] = (ROWS_PER_REPLICA, MORE_ROWS_PER_REPLICA),
 ) -> AuditReport:
@@ -84,7 +85,7 @@ def audit_batch(
 def audit_step(
     model: Any,
     kind: str,
-    strategy: Any,
+    strategy: Strategy,
     batch: Any,
     count: int | None,
     report: AuditReport,
@@ -107,7 +108,7 @@ def audit_step(
     return report
 
 
-def take_rows(batch: Any, strategy: Any, count: int | None) -> tuple[Any, Any]:
+def take_rows(batch: Any, strategy: Strategy, count: int | None) -> tuple[Any, Any]:
     """Return a few rows, or all, as the replicas and as one device get them."""
     # `count` is the number for each replica. In one process there is one row more, so
     # that the replicas have uneven numbers of rows.
@@ -135,9 +136,10 @@ def take_rows(batch: Any, strategy: Any, count: int | None) -> tuple[Any, Any]:
     return batch, gather_rows(batch, strategy)
 
 
-def gather_rows(batch: LocalRows, strategy: Any) -> Any:
+def gather_rows(batch: LocalRows, strategy: Strategy) -> Any:
     """Return all rows of a global batch, of which each worker has read its own."""
     first, cluster = batch.bounds[0][0], strategy.extended.cluster
+    assert cluster is not None
 
     def gather(x):
         parts = [x[begin - first : end - first] for begin, end in batch.bounds]
@@ -153,7 +155,7 @@ def gather_rows(batch: LocalRows, strategy: Any) -> Any:
     return map_rows(gather, batch.batch)
 
 
-def with_all_rows(batch: Any, strategy: Any) -> Any:
+def with_all_rows(batch: Any, strategy: Strategy) -> Any:
     """Return a batch with the rows of all workers, for a step that runs whole."""
     if not isinstance(batch, LocalRows):
         return batch
@@ -161,14 +163,15 @@ def with_all_rows(batch: Any, strategy: Any) -> Any:
     return replace(batch, batch=gather_rows(batch, strategy), bounds=bounds)
 
 
-def take_own_rows(predictions: Any, batch: Any, strategy: Any) -> Any:
+def take_own_rows(predictions: Any, batch: Any, strategy: Strategy) -> Any:
     """Return the predictions of the rows that this worker has read."""
     # All, unless each worker reads its own data.
     if not isinstance(batch, LocalRows) or not batch.worker_rows:
         return predictions
-    rank = strategy.extended.cluster.rank
-    first = sum(batch.worker_rows[:rank])
-    end = first + batch.worker_rows[rank]
+    cluster = strategy.extended.cluster
+    assert cluster is not None
+    first = sum(batch.worker_rows[: cluster.rank])
+    end = first + batch.worker_rows[cluster.rank]
     return tree.map_structure(lambda x: x[first:end], predictions)
 
 
@@ -206,7 +209,7 @@ class RowPolicy:
         self,
         model: Any,
         kind: str,
-        strategy: Any,
+        strategy: Strategy,
         scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self._model, self._kind, self._strategy = model, kind, strategy

@@ -18,6 +18,7 @@ import numpy as np
 from keras import ops, tree
 
 from keras_strategy.core.per_replica_attributes import ContainerContents
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.random import call_state_restorer
@@ -65,7 +66,7 @@ _WRAPPERS |= {"AugMix", "RandomElasticTransform"}
 class Snapshot:
     """The state that can be reached from some objects."""
 
-    def __init__(self, strategy: Any, roots: Iterable[Any]):
+    def __init__(self, strategy: Strategy, roots: Iterable[Any]):
         self._group = strategy.extended.group
         self.variables: list[Any] = []  # those that are initialized
         # The layers, metrics, losses, optimizers and users' objects.

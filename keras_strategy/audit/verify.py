@@ -17,6 +17,7 @@ from keras_strategy.audit.policy import (
 from keras_strategy.audit.report import AuditReport
 from keras_strategy.audit.snapshot import find_objects
 from keras_strategy.audit.step import ROWS_PER_REPLICA, StepAudit
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import has_rows
 from keras_strategy.keras_patches.trainer import build_from_batch
 from keras_strategy.options import RunOptions
@@ -114,7 +115,7 @@ def verify(
 
 
 def verify_run(
-    strategy: Any,
+    strategy: Strategy,
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
@@ -221,7 +222,7 @@ def verify_run(
     return report
 
 
-def _join_rows(strategy: Any, leaf: Any) -> Any:
+def _join_rows(strategy: Strategy, leaf: Any) -> Any:
     return strategy.gather(leaf, 0) if isinstance(leaf, DistributedValues) else leaf
 
 

@@ -10,7 +10,7 @@ class SimpleClusterResolver(ClusterResolver):
     """Cluster that the arguments describe.
 
     Args:
-        cluster_spec: The `ClusterSpec`.
+        cluster_spec: The `ClusterSpec`, also that of `tf.train`.
         master: The address that `master()` returns when no task is named.
         task_type: The job of this process.
         task_id: The index of this process in its job.
@@ -47,6 +47,8 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: dict[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
+        if hasattr(cluster_spec, "as_cluster_def"):  # of TensorFlow
+            cluster_spec = ClusterSpec(cluster_spec)
         if not isinstance(cluster_spec, ClusterSpec):
             raise TypeError(
                 "Expected `cluster_spec` to be a keras_strategy ClusterSpec; wrap "

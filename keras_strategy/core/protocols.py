@@ -54,6 +54,14 @@ class Strategy(Protocol):
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]: ...
 
+    def experimental_distribute_dataset(self, dataset: Any) -> Any: ...
+
+    def run(
+        self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
+    ) -> Any: ...
+
+    def gather(self, value: Any, axis: int) -> Any: ...
+
 
 class StrategyExtended(Protocol):
     """Part of `strategy.extended` that lower layers need."""
@@ -95,6 +103,12 @@ class ReplicaGroup(Protocol):
 
     def scope(self) -> AbstractContextManager[Any]:
         """Context manager in which variables of this group are created."""
+
+    def note_created(self, variable: Any) -> None:
+        """Handle a new variable of this group, before Keras makes it."""
+
+    def owns_native(self, variable: Any) -> bool | None:
+        """Return whether a `tf.Variable` is this group's; None for anything else."""
 
     def adopt(self, variables: Sequence[Any]) -> None:
         """Mirror variables that were created outside the scope; keep their values."""

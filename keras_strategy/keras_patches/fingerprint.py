@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from keras_strategy.core.collectives import array_digest
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training.ownership import strategy_of_model
@@ -149,7 +150,7 @@ def _join(digests: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def _conditions(strategy: Any) -> dict[str, Any]:
+def _conditions(strategy: Strategy) -> dict[str, Any]:
     engine = get_engine()
     library = sys.modules.get(engine.name)
     virtual_replicas = getattr(strategy, "virtual_replicas", None)

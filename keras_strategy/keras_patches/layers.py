@@ -17,6 +17,7 @@ from keras_strategy.core.per_replica_attributes import (
     current_turn,
     setattr_hooks,
 )
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import active_recorder
 from keras_strategy.errors import logger
@@ -107,7 +108,7 @@ def _moments(original, strategy, self, inputs, mask):
 _reported: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def report_normalizations(strategy: Any, model: keras.Model) -> None:
+def report_normalizations(strategy: Strategy, model: keras.Model) -> None:
     """Log a faster option, once for a model in which many layers communicate."""
     kind, cluster = keras.layers.BatchNormalization, strategy.extended.cluster
     count = sum(isinstance(x, kind) and x.trainable for x in all_layers(model))

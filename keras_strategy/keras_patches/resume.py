@@ -18,6 +18,7 @@ import numpy as np
 from keras import ops
 
 from keras_strategy.core.context import get_strategy
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches import (
     consistency,
@@ -161,7 +162,7 @@ def _continues_pass(iterator: Any) -> bool:
 
 @contextlib.contextmanager
 def back_up_fit(
-    strategy: Any, model: keras.Model, arguments: dict[str, Any]
+    strategy: Strategy, model: keras.Model, arguments: dict[str, Any]
 ) -> Iterator[None]:
     """Context manager for a `fit` with backups that resumes from one if it exists."""
     # It changes `arguments`, the arguments of `fit` by name, in place.
@@ -220,7 +221,7 @@ class ResumableFit:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         model: keras.Model,
         backup: BackupAndRestore,
         data: DataState | TfDataState | None,

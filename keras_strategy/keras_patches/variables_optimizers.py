@@ -34,8 +34,10 @@ def _init(original, self, *args, **kwargs):
     dry_run = context.thread_state.dry_run
     if dry_run is not None and dry_run.draws is not None:
         raise EndOfDryRun("a variable is created")
-    original(self, *args, **kwargs)
     strategy = context.current_scope()
+    if strategy is not None:
+        strategy.extended.group.note_created(self)
+    original(self, *args, **kwargs)
     if strategy is not None:
         set_owner(self, strategy)
 

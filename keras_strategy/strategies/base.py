@@ -417,7 +417,9 @@ class Strategy(Reports):
             nonlocal replicas
             if isinstance(x, keras.Variable):
                 x = ownership.per_replica_values(self, method, x) or x
-            elif (components := get_engine().native_components(x)) is not None:
+            # Without `:=`, which AutoGraph does not know.
+            components = get_engine().native_components(x)
+            if components is not None:
                 x = PerReplica(components)
             if isinstance(x, DistributedValues):
                 ownership.check_component_count(self._extended.topology, method, x)

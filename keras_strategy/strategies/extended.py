@@ -152,6 +152,9 @@ class StrategyExtended:
         assert not strategy.extended.variable_created_in_scope(outside)
         ```
         """
+        is_ours = self.group.owns_native(v)
+        if is_ours is not None:
+            return is_ours
         check_variable("v", v)
         owner = ownership.strategy_of_variable(v) or context.default_strategy()
         return owner is self._strategy
@@ -290,7 +293,8 @@ class StrategyExtended:
         calls. Assigned values are written when `fn` has succeeded for all components.
 
         Args:
-            var: A variable that was created in the scope.
+            var: A variable that was created in the scope, also a `tf.Variable`, which
+                is updated as in tf.distribute.
             fn: Called as `fn(component, *args, **kwargs)` for the component on each
                 device; inside `merge_call` on JAX once, for the program of all
                 replicas. The component has `value`, `assign`, `assign_add`,
@@ -327,7 +331,9 @@ class StrategyExtended:
         assert float(v) == 3.0
         ```
         """
-        check_variable("var", var)
+        is_native = self.group.owns_native(var) is not None
+        if not is_native:
+            check_variable("var", var)
         check_call(fn, args)
         if isinstance(var, VariableComponent) or not self.variable_created_in_scope(
             var
@@ -336,7 +342,7 @@ class StrategyExtended:
                 "Argument `var` of `update` must be a variable that was created in the "
                 f"scope of {self._strategy!r}: one created outside the scope has no "
                 "components. Create it inside `with strategy.scope():`, or use its "
-                f"`assign`. Received: var={var.path!r}"
+                f"`assign`. Received: var={var if is_native else var.path!r}"
             )
         args, kwargs = tuple(args), dict(kwargs or {})
         replica = context.current_replica()
@@ -350,10 +356,11 @@ class StrategyExtended:
             )
         context.require_cross_replica(self._strategy, "update")
         with self._strategy.scope():
-            fn_args, fn_kwargs = tree.map_structure(
-                lambda leaf: self._update_argument(var, leaf), (args, kwargs)
-            )
-            result = self.group.update(var, fn, fn_args, fn_kwargs)
+            if not is_native:
+                args, kwargs = tree.map_structure(
+                    lambda leaf: self._update_argument(var, leaf), (args, kwargs)
+                )
+            result = self.group.update(var, fn, tuple(args), kwargs)
             if group:
                 return result
             replicas = len(self.worker_devices)

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from keras_strategy.testing.warm_starter import WarmStarter
 from keras_strategy.testing.worker_runner import (
     WorkerEnd,
     WorkerFailed,
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from keras_strategy.testing.simulated_devices import simulated_tpu
 
 __all__ = [
-    "WarmStarter",
     "WorkerEnd",
     "WorkerFailed",
     "WorkerRunner",

@@ -13,6 +13,7 @@ import pathlib
 import pickle
 import signal
 import sys
+import sysconfig
 import tempfile
 import time
 import types
@@ -21,14 +22,19 @@ from typing import Any
 
 import cloudpickle
 
-from keras_strategy.commands.local_cluster import PORT_IN_USE, LocalCluster
-from keras_strategy.commands.processes import Process, ProcessWatch, exit_text
-from keras_strategy.testing.warm_starter import (
-    WarmStarter,
-    base_environment,
-    start_cold,
+from keras_strategy.commands.local_cluster import (
+    PORT_IN_USE,
+    LocalCluster,
+    shared_variables,
+)
+from keras_strategy.commands.processes import (
+    Process,
+    ProcessWatch,
+    WorkerProcess,
+    exit_text,
 )
 
+_PACKAGE_ROOT = str(pathlib.Path(__file__).parents[2])
 _CALL = str(pathlib.Path(__file__).with_name("worker_call.py"))
 _TAIL_LINES = 40
 # The stacks of a backend's many threads are longer.
@@ -103,7 +109,9 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
             of each worker, by rank; None as a value removes one.
         chief: Whether the first worker is the task "chief" instead of "worker".
         grace_seconds: Time that `run` gives the other workers after one has failed.
-        starter: Starts the workers without importing Keras in each of them.
+        starter: An object that starts the workers: its method `start` takes what
+            `keras_strategy.testing.worker_runner.start_cold` takes. None starts a fresh
+            interpreter for each.
         streams: Whether the first worker's output is printed as it arrives.
 
     Example:
@@ -143,7 +151,7 @@ class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):
         | None = None,
         chief: bool = False,
         grace_seconds: float = 5,
-        starter: WarmStarter | None = None,
+        starter: Any = None,
         streams: bool = False,
     ) -> None:
         counts = {"workers": workers}
@@ -420,3 +428,37 @@ def _failure(failed: int, ends: list[WorkerEnd]) -> str:
 def _tail(end: WorkerEnd, count: int = _TAIL_LINES) -> str:
     lines = end.output.splitlines()[-count:]
     return "\n".join([f"The last output of {end.name}:", *lines])
+
+
+def start_cold(
+    name: str,
+    script: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: Any,
+    stderr: Any,
+    imports_beside: bool = True,
+) -> Process:
+    """Start a script in a fresh interpreter, and return its process."""
+    options = [] if imports_beside else ["-P"]
+    command = [sys.executable, *options, script, *arguments]
+    return WorkerProcess(name, command, environment, stdout=stdout, stderr=stderr)
+
+
+def base_environment() -> dict[str, str]:
+    """Return the environment variables of workers that do not depend on their task."""
+    variables = {
+        # Workers of tests share the cores.
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        **shared_variables(),
+        "PYTHONFAULTHANDLER": "1",
+    }
+    if "keras" in sys.modules:
+        # The choice may come from keras.json or from this program.
+        variables["KERAS_BACKEND"] = sys.modules["keras"].backend.backend()
+    if sysconfig.get_path("purelib") != _PACKAGE_ROOT:
+        # A script in another folder finds the checkout that this process uses.
+        old = variables.get("PYTHONPATH")
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (_PACKAGE_ROOT, old)))
+    return variables

@@ -21,6 +21,7 @@ import keras
 from keras import ops
 
 from keras_strategy.core import context
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.training.sharding import is_sharded
 from keras_strategy.training.variable_sync import is_sync_on_read
@@ -42,7 +43,7 @@ def strategy_of_model(model: keras.Model) -> Any:
     return next((owner for owner in owners if owner is not None), None)
 
 
-def set_owner(variable: Any, strategy: Any) -> None:
+def set_owner(variable: Any, strategy: Strategy) -> None:
     vars(variable)["_ks_strategy"] = strategy
     strategy.extended.variables[id(variable)] = variable
 
@@ -59,7 +60,7 @@ def check_component_count(
 
 
 def per_replica_values(
-    strategy: Any, method: str, variable: Any
+    strategy: Strategy, method: str, variable: Any
 ) -> DistributedValues | None:
     """Return a variable's value on each replica; None if it has no strategy."""
     owner = strategy_of_variable(variable)
@@ -71,7 +72,7 @@ def per_replica_values(
     return parts
 
 
-def cross_replica_value(strategy: Any, method: str, variable: Any) -> Any:
+def cross_replica_value(strategy: Strategy, method: str, variable: Any) -> Any:
     """Return per-replica values of an on-read variable, else a copied tensor."""
     if is_sync_on_read(variable):
         owner = strategy_of_variable(variable)
@@ -81,7 +82,7 @@ def cross_replica_value(strategy: Any, method: str, variable: Any) -> Any:
     return ops.stop_gradient(ops.copy(variable.value))
 
 
-def check_owner(strategy: Any, variable: Any) -> None:
+def check_owner(strategy: Strategy, variable: Any) -> None:
     """Raise for a variable of a strategy on other devices, which have its values."""
     owner = vars(variable).get("_ks_strategy")
     if owner is None or owner is strategy:
@@ -103,7 +104,7 @@ _implicit: ContextVar[tuple[tuple[Any, Any, int], ...]] = ContextVar(
 
 
 @contextlib.contextmanager
-def enter_implicit_scope(strategy: Any) -> Iterator[None]:
+def enter_implicit_scope(strategy: Strategy) -> Iterator[None]:
     scope = strategy.scope()
     with scope:
         entry = strategy, scope, len(context.thread_state.scopes)
@@ -115,7 +116,7 @@ def enter_implicit_scope(strategy: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def suspend_implicit_scope(strategy: Any) -> Iterator[None]:
+def suspend_implicit_scope(strategy: Strategy | None) -> Iterator[None]:
     """Suspend an implicit scope of another strategy, if one is innermost."""
     entered = _implicit.get()
     if not entered:

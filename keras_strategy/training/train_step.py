@@ -15,6 +15,7 @@ import keras
 from keras import ops, tree
 
 from keras_strategy.core.context import DryRun, distributed_replica
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import SUPPORTED, get_engine
 from keras_strategy.core.step_state import (
     BatchRows,
@@ -219,7 +220,9 @@ def make_weighted_step(
     return replica_step
 
 
-def run_whole(strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_whole(
+    strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     """Call a function on the rows of all replicas, as one device does."""
 
     def join(leaf):

@@ -42,6 +42,19 @@ class Counting(keras.layers.Layer):
         return x + keras.random.normal(ops.shape(x), seed=self.seed)
 
 
+class Shifting(keras.layers.Layer):
+    """Shifts few rows while its weight is above, or exactly, a bound."""
+
+    def __init__(self, compare):
+        super().__init__()
+        self.compare = compare
+        self.weight = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        is_shifted = x.shape[0] in range(1, 6) and self.compare(self.weight)
+        return x * self.weight + 0.1 * ops.cast(is_shifted, x.dtype)
+
+
 def compiled(*layers):
     model = keras.Sequential(
         [keras.Input((4,)), *layers, keras.layers.Dense(1, name="last")]
@@ -86,11 +99,22 @@ def test_metric_with_thresholds_is_no_finding(two):
 
 
 @pytest.mark.parametrize(
+    "compare, lasts", [(lambda w: w == 1.0, False), (lambda w: w > 0.5, True)]
+)
+def test_difference_that_rounding_removes(compare, lasts, two):
+    with two.scope():
+        model = compiled(Shifting(compare))
+    report = ks.verify(model, X[:7], Y[:7])
+    assert report.differs == (lasts and BACKEND != "jax")
+
+
+@pytest.mark.parametrize(
     "noise, differs", [(5e-4, True), (1.5e-3, True), (5e-3, False)]
 )
 def test_rounding_of_half_precision(noise, differs, two, monkeypatch):
-    # The comparisons: of replicas and device, of two runs, and of changed weights.
-    found = itertools.cycle([2e-2, 0.0, noise, noise, noise])
+    # The comparisons: of replicas and device, of two runs, and of changed weights with
+    # these weights and with those of the replicas.
+    found = itertools.cycle([2e-2, 0.0, *[noise, 2e-2] * 3])
     monkeypatch.setattr(
         StepAudit,
         "_compare",

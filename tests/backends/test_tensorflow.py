@@ -1,6 +1,7 @@
 """What is TensorFlow's alone: native tf.distribute as the oracle, and tf.function."""
 
 import contextlib
+import functools
 import gc
 import weakref
 
@@ -149,6 +150,116 @@ def test_gather():
         concat_values([tf.constant(1.0), tf.constant(2.0)], 0)
     with pytest.raises(ValueError, match="all other dimensions"):
         concat_values([tf.ones((2, 1)), tf.zeros((2, 2))], 0)
+
+
+def test_native_variables_are_assigned_and_updated_as_natively(two, native):
+    def results(strategy, library):
+        make = functools.partial(tf.Variable, aggregation=tf.VariableAggregation.MEAN)
+        with strategy.scope():
+            mean, table = make(1.0), make(tf.zeros([3]))
+            total = tf.Variable(
+                0.0,
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
+            )
+        found = []
+
+        def subtract(strategy, x):
+            strategy.extended.update(mean, lambda c, x: c.assign_sub(x), (x,))
+
+        def step():
+            context = library.get_replica_context()
+            number = tf.cast(context.replica_id_in_sync_group, "float32")
+            context.merge_call(subtract, (4.0,))
+            context.merge_call(subtract, (tf.constant(0.5),))
+            table.scatter_add(tf.IndexedSlices(number[None] + 1, tf.constant([1])))
+            total.assign_add(number + 1)
+            return mean.assign_add(number)
+
+        for value in (strategy.run(step), strategy.run(tf.function(step))):
+            found += strategy.experimental_local_results(value)
+        found += [mean, table, tf.convert_to_tensor(total)]
+        update = strategy.extended.update
+        grouped = update(mean, lambda c, x: c.assign(x + 2), (total,))
+        found += [*strategy.experimental_local_results(grouped), mean]
+        found += update(table, lambda c: c.assign_add([1.0, 0, 0]), group=False)
+        sums = strategy.extended.reduce_to(
+            library.ReduceOp.SUM, strategy.run(lambda: tf.ones([])), mean
+        )
+        update(mean, lambda c, x: c.assign(x), (sums,))
+        found += [mean, strategy.extended.variable_created_in_scope(mean)]
+        return [np.asarray(x.numpy() if hasattr(x, "numpy") else x) for x in found]
+
+    for ours, theirs in zip(
+        results(two, ks), results(native, tf.distribute), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_update_refuses_native_variables_of_others(two, native):
+    with native.scope():
+        variable = tf.Variable(1.0)
+    for foreign in (variable, tf.Variable(1.0)):
+        assert not two.extended.variable_created_in_scope(foreign)
+        with pytest.raises(ValueError, match="`var` of `update`.*created in the scope"):
+            two.extended.update(foreign, lambda c: c.assign(2.0))
+
+
+def test_run_takes_control_flow_over_tensors(two):
+    def double_large(x):
+        if tf.reduce_sum(x) > 3.0:
+            return x * 2
+        return x
+
+    class Steps:
+        def repeat(self, x):
+            for _ in tf.range(2):
+                x = double_large(x)
+            while tf.reduce_max(x) > 10.0:
+                x -= 1.0
+            return x
+
+    x = per_replica(tf.constant([1.0, 2.0]), tf.constant([3.0, 6.0]))
+    steps = Steps()
+    for fn, right in (
+        (double_large, [[1, 2], [6, 12]]),
+        (tf.function(double_large), [[1, 2], [6, 12]]),
+        (functools.partial(double_large), [[1, 2], [6, 12]]),
+        (steps.repeat, [[1, 2], [-2, 10]]),
+    ):
+        for _ in range(2):
+            found = two.experimental_local_results(two.run(fn, args=(x,)))
+            assert [part.numpy().tolist() for part in found] == right
+    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+        two.run(lambda x: [part for part in x if part > 0], args=(x,))
+
+
+def test_numbers_of_a_tf_function_are_tensors(two, native):
+    def results(strategy, library):
+        @tf.function
+        def step():
+            return 5.0, library.get_replica_context().replica_id_in_sync_group
+
+        constant, number = strategy.run(step)
+        numbers = strategy.experimental_local_results(number)
+        return [constant.numpy(), *(x.numpy() for x in numbers)]
+
+    assert results(two, ks) == results(native, tf.distribute)
+
+
+def test_local_results_in_a_tf_function_are_converted(two, caplog):
+    with two.scope():
+        variable = tf.Variable(1.0)
+
+    @tf.function
+    def read():
+        value = two.run(lambda: tf.constant(2.0))
+        local = two.experimental_local_results
+        return local(value), local(variable)
+
+    values, variables = read()
+    assert [x.numpy() for x in (*values, *variables)] == [2.0, 2.0, 1.0, 1.0]
+    assert "AutoGraph could not" not in caplog.text
 
 
 def test_nest_does_not_take_values_apart(two, native):

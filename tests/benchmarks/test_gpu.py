@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.gpu.__main__ import Run
 from benchmarks.gpu.report import report
-from benchmarks.gpu.table import Section
+from benchmarks.gpu.sections import Section, about
 
 ABOUT = {"keras": "3", "torch": "2", "build": "CPU", "gpus": []}
 
@@ -21,8 +21,8 @@ def run_of(tmp_path, rehearsal):
 def test_failed_section_is_reported(tmp_path):
     run = run_of(tmp_path, rehearsal=True)
     # No section has these titles.
-    run.section(Section("unknown", "gone", 60), "torch")
-    run.section(Section("slow", "gone", seconds=0), "torch")
+    run.section(Section("unknown", about, 60), "torch")
+    run.section(Section("slow", about, seconds=0.01), "torch")
     kept = json.loads((tmp_path / "gpu.json").read_text())
     failed, slow = kept["sections"]
     assert "ValueError: not enough values to unpack" in failed["error"]
@@ -35,7 +35,7 @@ def test_failed_section_is_reported(tmp_path):
 
 def test_cpu_backend_is_reported(tmp_path):
     run = run_of(tmp_path, rehearsal=False)
-    run.section(Section("any", "gone", 60), "torch")
+    run.section(Section("any", about, 60), "torch")
     (section,) = run.result["sections"]
     assert section["skipped"] == "it needs 1 GPU, there are 0 (a build for CPU)"
     text = report(run.result)

@@ -39,6 +39,19 @@ def test_simple_defaults_and_setters():
     assert resolver.rpc_layer == "grpc"
 
 
+@on_tensorflow
+def test_simple_takes_spec_of_tensorflow():
+    import tensorflow as tf
+
+    spec = tf.train.ClusterSpec({"worker": ["a:1", "b:1"], "ps": {1: "c:1"}})
+    ours = SimpleClusterResolver(spec, task_type="worker", task_id=1)
+    theirs = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type="worker", task_id=1
+    )
+    assert ours.cluster_spec().as_dict() == theirs.cluster_spec().as_dict()
+    assert ours.master("ps", 1) == theirs.master("ps", 1) == "c:1"
+
+
 def test_simple_refuses_bad_arguments():
     with pytest.raises(TypeError, match="`cluster_spec`.*type dict"):
         SimpleClusterResolver(SPEC)

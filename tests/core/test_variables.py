@@ -137,3 +137,32 @@ def test_gather_of_uneven_rows(api):
         return api.get_replica_context().all_gather(x, axis=0)
 
     assert results(s, s.run(fn, args=(rows,))) == [[1, 2, 3, 4, 5, 6]] * 2
+
+
+class Doubled(keras.Variable):
+    """A user's variable, which reads as twice what is stored."""
+
+    @property
+    def value(self):
+        return super().value * 2
+
+
+def test_variable_of_user_class(two):
+    with two.scope():
+        v = Doubled(3.0)
+    assert isinstance(v, Doubled)
+    assert number(v.value) == 6.0
+    assert results(two, two.run(lambda: v + 0.0)) == [6.0, 6.0]
+    v.assign(4.0)
+    assert number(v.value) == 8.0
+
+
+def test_paths_do_not_depend_on_scope(two):
+    def paths():
+        keras.utils.clear_session()
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        return [v.path for v in (*model.variables, keras.Variable(1.0), Doubled(1.0))]
+
+    expected = paths()
+    with two.scope():
+        assert paths() == expected

@@ -8,9 +8,9 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
-from benchmarks.input_figures import Watch
 from tests.distributed.input_jobs import Rows, model_of, weights_of
 from tests.distributed.jobs import classifier, digits, in_charge, weights
+from tests.speed.input_figures import Watch
 
 # Rows of each worker's batches, step by step; 0 where its data has ended. A job takes
 # as many columns as there are workers.

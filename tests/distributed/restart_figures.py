@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategy.testing import WarmStarter, WorkerRunner
+from keras_strategy.testing import WorkerRunner
 from tests.distributed import resume_jobs
 from tests.equality.compare import largest
+from tests.testing.warm_starter import WarmStarter
 
 BACKENDS = ("jax", "torch", "tensorflow")
 ACROSS = (("jax", "torch"), ("jax", "tensorflow"), ("torch", "jax"))

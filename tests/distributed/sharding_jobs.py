@@ -10,6 +10,7 @@ import numpy as np
 from keras import layers
 
 import keras_strategy as ks
+from benchmarks.worker_memory import count_traffic
 from keras_strategy.training import resume
 from tests.distributed import jobs
 
@@ -86,10 +87,8 @@ def train(shard: str | None, folder: str, alone: bool = False) -> dict[str, Any]
         model.optimizer.apply(gradients, model.trainable_variables)
         return value
 
-    backend = keras.backend.backend()
-    if backend != "jax":
-        counts = importlib.import_module(f"benchmarks.memory_{backend}")
-        result["sent"] = counts.count_what_is_sent(least=100)
+    if keras.backend.backend() != "jax":
+        result["sent"] = count_traffic(least=100)
     for batch in strategy.experimental_distribute_dataset([(x[:12], y[:12])] * 2):
         loss = strategy.run(step, batch)
     result["sent"] = dict(result.get("sent", {}))  # what is read below is more

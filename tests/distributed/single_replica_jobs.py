@@ -345,3 +345,14 @@ def rows_that_are_read() -> dict:
         loop()
         read[name] = Counted.read
     return read
+
+
+def foreign_sums_that_are_read() -> list[float]:
+    """Sums of no strategy whose first use is a read in `run`, and another one."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    kind = {"aggregation": "sum", "synchronization": "on_read", "trainable": False}
+    assigned = keras.Variable(5.0, name="foreign", **kind)
+    strategy.run(lambda: assigned.assign(assigned + 1.0))
+    read = keras.Variable(5.0, **kind)
+    local = strategy.experimental_local_results(strategy.run(lambda: read + 0.0))[0]
+    return [float(keras.ops.convert_to_numpy(x)) for x in (assigned, local, read)]

@@ -7,8 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 import keras_strategy as ks
-from benchmarks import counts_tensorflow
 from tests.distributed.jobs import digits, in_charge, weights
+from tests.speed import counts_tensorflow
 
 
 def fit_in_many_ways(alone: bool = False) -> dict:

@@ -50,7 +50,8 @@ def test_training_goes_on_when_workers_fail_and_join(tmp_path, run):
     killed = joined.pid
     os.kill(killed, signal.SIGKILL)
 
-    before = {b.pid for b in read_batches(tmp_path) if b.workers == 3}
+    # Also of the two that trained first: one may not have written a batch of three.
+    before = {b.pid for b in read_batches(tmp_path)}
 
     def is_later(batch):
         is_smaller = batch.time > joined.time and batch.workers == 2

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_strategy.commands import launcher
 from keras_strategy.commands.launcher import Launcher
-from keras_strategy.testing.warm_starter import base_environment
+from keras_strategy.testing.worker_runner import base_environment
 
 ROOT = pathlib.Path(__file__).parents[2]
 

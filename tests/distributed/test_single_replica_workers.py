@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_strategy.testing import WorkerFailed, WorkerRunner
 from tests.distributed import single_replica_jobs as jobs
 from tests.distributed.test_training import equal
 
@@ -53,6 +54,16 @@ def test_returned_values_do_not_change(results):
         assert (result["total"], result["part"]) == (4.0, 2.0)
         assert result["written"] == 6.0
         assert not result["turn"]  # nothing that is set on a layer is noted any more
+
+
+def test_first_read_of_foreign_on_read_sum(starter):
+    with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
+        if BACKEND == "tensorflow":  # it cannot be split any more
+            with pytest.raises(WorkerFailed, match="'foreign:0' was created outside"):
+                runner.run(jobs.foreign_sums_that_are_read)
+            return
+        for result in runner.run(jobs.foreign_sums_that_are_read):
+            assert result == [7.0, 2.5, 5.0]  # each has half of the 5, and adds 1
 
 
 @pytest.mark.parametrize("job", TRAINED, ids=lambda job: job.__name__)

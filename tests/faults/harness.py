@@ -11,7 +11,7 @@ import h5py
 import keras
 import numpy as np
 
-from keras_strategy.testing import WarmStarter, WorkerRunner
+from keras_strategy.testing import WorkerRunner
 from tests.distributed.links import Links
 from tests.distributed.machines import simulated_machines, skip_without_namespaces
 from tests.faults import jobs
@@ -25,6 +25,7 @@ from tests.faults.table import (
     Fault,
     Planted,
 )
+from tests.testing.warm_starter import WarmStarter
 
 # JAX ends a process whose coordinator, in the chief, is gone, and may come first.
 JAX_SAYS = "Terminating process because the JAX distributed service"

@@ -338,22 +338,6 @@ NEEDED_BY = {
         "torch",
         f"{_COMPILED}[norm]",
     ),
-    "backends.torch.patches Variable.value": (
-        "torch",
-        "tests/core/test_variables.py::test_on_read_variable",
-    ),
-    "backends.torch.patches Variable._initialize": (
-        "torch",
-        "tests/distributed/test_uneven_rounds.py::test_scope_compares_variables_once",
-    ),
-    "backends.torch.patches Variable._direct_assign": (
-        "torch",
-        f"{_ENTRY}::test_kinds_of_models[deferred]",
-    ),
-    "backends.torch.patches Variable.__init__": (
-        "torch",
-        "tests/distributed/test_single_replica_workers.py::test_failed_run_changes_nothing",
-    ),
     "backends.torch.patches Layer._track_variables": (
         "torch",
         "tests/distributed/test_uneven_rounds.py::test_scope_compares_variables_once",

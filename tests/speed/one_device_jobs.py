@@ -2,8 +2,9 @@
 
 import keras_strategy as ks
 from benchmarks.cases import CASES
-from benchmarks.figures import python_calls
-from benchmarks.ours import fit_in_scope
+from benchmarks.comparisons import MLP
+from benchmarks.programs.ours import fit_under
+from tests.speed.figures import python_calls
 
 
 def calls_of_a_step(name: str) -> float:
@@ -13,6 +14,6 @@ def calls_of_a_step(name: str) -> float:
         name: That of the strategy.
     """
     device = "cpu:0" if name == "OneDeviceStrategy" else ["cpu:0"]
-    train = fit_in_scope(getattr(ks, name)(device), CASES[0])
+    train = fit_under(getattr(ks, name)(device), CASES[MLP])
     train(2)  # builds and compiles
     return (python_calls(train, 8) - python_calls(train, 3)) / 5

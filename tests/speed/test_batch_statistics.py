@@ -6,8 +6,8 @@ import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
-from benchmarks.counts import count_operations
 from keras_strategy.testing import WorkerRunner
+from tests.speed.counts import count_operations
 
 NORMALIZATIONS = 3
 

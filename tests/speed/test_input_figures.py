@@ -3,8 +3,8 @@
 import keras
 import pytest
 
-from benchmarks import input_figures
 from keras_strategy.testing import WorkerRunner
+from tests.speed import input_figures
 
 BACKEND = keras.backend.backend()
 WORKERS = 2

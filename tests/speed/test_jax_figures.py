@@ -10,7 +10,7 @@ import keras_strategy as ks
 if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX adapter", allow_module_level=True)
 
-from benchmarks.figures import figures_of, python_calls
+from tests.speed.figures import figures_of, python_calls
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
 

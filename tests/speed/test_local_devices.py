@@ -10,15 +10,18 @@ from keras_strategy.training.ownership import strategy_of_model
 
 def test_bench_compares_devices(capsys, monkeypatch):
     """Both sides train as much; its numbers are those of the machine."""
-    models, make = [], local_devices._model
+    programs, create = [], local_devices.create_programs
     monkeypatch.setattr(
-        local_devices, "_model", lambda units: models.append(make(units)) or models[-1]
+        local_devices,
+        "create_programs",
+        lambda *size: programs.append(create(*size)) or programs[-1],
     )
     short = ["--units", "8", "--batch-size", "64", "--rounds", "2", "--seconds", "0"]
     assert main([*short, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["devices"] == list(ks.MirroredStrategy().extended.worker_devices)
-    ours, alone = models
+    ((_, *fits),) = programs
+    ours, alone = models = [fit.model for fit in fits]
     assert strategy_of_model(ours) is not None and strategy_of_model(alone) is None
     trained = [int(model.optimizer.iterations) for model in models]
     assert trained[0] == trained[1] > 2 * told["steps"]

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from benchmarks.counts import count_operations
 from keras_strategy.training import reduction
+from tests.speed.counts import count_operations
 
 X = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
 Y = X[:, :2] * 0.5

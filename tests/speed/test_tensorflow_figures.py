@@ -12,9 +12,9 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 import keras_strategy as ks
-from benchmarks import counts_tensorflow
-from benchmarks.figures import figures_of
 from keras_strategy.backends.tensorflow import compile_cache
+from tests.speed import counts_tensorflow
+from tests.speed.figures import figures_of
 
 BATCH = 8
 X = np.random.RandomState(0).rand(64, 5).astype("float32")

@@ -5,21 +5,22 @@ from collections.abc import Sequence
 
 import keras_strategy as ks
 from benchmarks.cases import CASES
-from benchmarks.figures import Figures, figures_of
-from benchmarks.programs import fit
-from benchmarks.torch_ours import run_loop_of
+from benchmarks.comparisons import MLP as MLP_NAME
+from benchmarks.programs import Fit
+from benchmarks.programs.ours import loop_under
+from tests.speed.figures import Figures, figures_of
 
 # A small batch: what is counted does not depend on it.
-MLP = dataclasses.replace(CASES[0], batch=4)
+MLP = dataclasses.replace(CASES[MLP_NAME], batch=4)
 
 
 def figures(strategy: ks.Strategy, loop: str) -> Figures:
     """Return the figures of "fit", "compiled fit" or a loop with `strategy.run`."""
     if loop == "run":
-        return figures_of(*run_loop_of(strategy, MLP))
+        return figures_of(*loop_under(strategy, MLP))
     with strategy.scope():
         model = MLP.compiled(jit_compile=loop == "compiled fit")
-    return figures_of(fit(model, MLP), model)
+    return figures_of(Fit(model, MLP), model)
 
 
 def figures_of_a_worker(

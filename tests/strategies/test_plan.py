@@ -11,7 +11,7 @@ import pytest
 from keras import layers
 
 import keras_strategy as ks
-from benchmarks import memory, memory_torch
+from benchmarks import memory, worker_memory
 from keras_strategy.core.registry import get_engine
 from keras_strategy.strategies.plan import plan_step
 from keras_strategy.testing import WorkerRunner
@@ -155,9 +155,10 @@ def test_peak_is_measured_peak(starter):
     build = functools.partial(dense, 1100)
     (choice,) = ks.plan(build, memory.ROWS, 2, shard=None).choices
     with WorkerRunner(2, timeout_seconds=120, starter=starter) as runner:
-        found = runner.run(memory_torch.of_worker, 1100, None)
-    assert choice.slots == max(worker.slots for worker in found)
-    assert choice.peak == pytest.approx(max(one.most for one in found), rel=0.02)
+        found = runner.run(worker_memory.measure_worker, 1100, None)
+    _, slots, peak = map(max, zip(*[sizes for sizes, _ in found], strict=True))
+    assert choice.slots == slots
+    assert choice.peak == pytest.approx(peak, rel=0.02)
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="the compiler reports it on JAX")
@@ -168,7 +169,7 @@ def test_peak_is_that_of_the_program_of_fit(shard):
     with ks.MirroredStrategy([f"cpu:{i}" for i in range(4)], shard=shard).scope():
         model = build()
         model.optimizer.build(model.trainable_variables)
-        found = memory.program_of_fit(model, 500).memory_analysis()
+        found = memory.compile_fit(model, 500).memory_analysis()
     most = found.argument_size_in_bytes + found.temp_size_in_bytes
     most += found.output_size_in_bytes - found.alias_size_in_bytes
     assert choice.peak == pytest.approx(most, rel=0.02)

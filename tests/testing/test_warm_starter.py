@@ -7,9 +7,10 @@ import signal
 
 import pytest
 
-from keras_strategy.testing import WarmStarter, WorkerRunner
+from keras_strategy.testing import WorkerRunner
 from tests.processes import runs, wait_until_gone
 from tests.testing import functions
+from tests.testing.warm_starter import WarmStarter
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,10 @@ import numpy as np
 import pytest
 
 import keras_strategy.testing
-from keras_strategy.testing import (
-    WarmStarter,
-    WorkerFailed,
-    WorkerRunner,
-    WorkerTimeout,
-)
+from keras_strategy.testing import WorkerFailed, WorkerRunner, WorkerTimeout
 from tests.processes import wait_for_pids, wait_until, wait_until_gone
 from tests.testing import functions
+from tests.testing.warm_starter import WarmStarter
 
 
 @pytest.fixture(scope="module", params=["cold", "warm"])

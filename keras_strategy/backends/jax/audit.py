@@ -11,7 +11,7 @@ from keras import tree
 
 from keras_strategy.backends.jax import connection
 from keras_strategy.core.context import cross_replica_scope
-from keras_strategy.core.protocols import AuditAdapter
+from keras_strategy.core.protocols import AuditAdapter, Strategy
 
 
 class Adapter(AuditAdapter):
@@ -24,7 +24,7 @@ class Adapter(AuditAdapter):
         return np.array(x)
 
     def run_on_device(
-        self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
+        self, strategy: Strategy, fn: Callable[[], Any], variables: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
         device = connection.device_named(strategy.extended.worker_devices[0])
         mapping = [
@@ -45,7 +45,7 @@ class Adapter(AuditAdapter):
         return result, [None if value is None else np.array(value) for value in after]
 
     def step_functions(
-        self, model: keras.Model, kind: str, strategy: Any
+        self, model: keras.Model, kind: str, strategy: Strategy
     ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         def step_on_replicas(batch):
             if kind == "predict":

@@ -25,6 +25,7 @@ from keras_strategy.backends.jax import internals
 from keras_strategy.backends.jax.connection import device_named
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core import context
+from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import LocalRows
 from keras_strategy.devices import (
     LogicalDevices,
@@ -422,7 +423,7 @@ def current_distribution() -> Any:
     return distribution if isinstance(distribution, ReplicaDistribution) else None
 
 
-def strategy_distribution(strategy: Any) -> Any:
+def strategy_distribution(strategy: Strategy) -> Any:
     """Return the distribution of a strategy with several devices, or None."""
     group = None if strategy is None else strategy.extended.group
     return getattr(group, "distribution", None)

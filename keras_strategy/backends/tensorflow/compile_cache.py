@@ -164,7 +164,7 @@ class CompiledFunction:
         # brings the function.
         self._current = threading.local()
         self.traces = 0
-        self._warned = False
+        self._warned = self.is_converted = False
         self._discard_traces()
 
     def _discard_traces(self) -> None:
@@ -226,6 +226,11 @@ class CompiledFunction:
             lambda leaf: next(tensors) if leaf is _TENSOR else leaf, template
         )
 
+    def convert(self) -> None:
+        """Have AutoGraph convert the function, whose branches depend on tensors."""
+        self.is_converted = True
+        self._discard_traces()
+
     def _trace_until_built(self, fn: Callable[..., Any], arguments: tuple) -> None:
         """Trace the function, and discard the trace if something was built in it."""
         builds = self._group.builds
@@ -257,13 +262,22 @@ class CompiledFunction:
         args, kwargs = tree.map_structure(
             lambda x: x.it if isinstance(x, IdentityKey) else x, (args, kwargs)
         )
-        outputs = self._group.call(self._current.fn, args, kwargs)
+        fn = self._current.fn
+        if self.is_converted:
+            fn = getattr(fn, "python_function", fn)
+            fn = functools.partial(tf.autograph.to_graph(_call), fn)
+        outputs = self._group.call(fn, args, kwargs)
         self._draws |= self._group.seeds.starts > starts
         self.traces += 1
         tensors = []
+        is_tf_function = hasattr(self._current.fn, "python_function")
 
         def take_tensors(leaf):
             values = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+            if is_tf_function and isinstance(values[0], numbers.Number):
+                values = list(map(tf.convert_to_tensor, values))
+                is_shared = not isinstance(leaf, DistributedValues)
+                leaf = values[0] if is_shared else PerReplica(values)
             if not any(map(tf.is_tensor, values)):
                 return leaf
             tensors.append(leaf)
@@ -283,6 +297,10 @@ class CompiledFunction:
             else None
             for (_, op), value in zip(reductions, values, strict=True)
         ]
+
+
+def _call(fn, *args, **kwargs):
+    return fn(*args, **kwargs)
 
 
 def _is_replica_scalar(value: Any) -> bool:

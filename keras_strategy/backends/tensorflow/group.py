@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import tree
+from tensorflow.python.distribute.values import Mirrored as NativeMirrored
 
 from keras_strategy.backends.tensorflow import compile_cache, tensors
 from keras_strategy.backends.tensorflow.collectives import (
@@ -64,6 +65,7 @@ from keras_strategy.training.random import BatchDimCache
 from keras_strategy.training.sharding import FlatShards, flat_shards_of, set_flat_shards
 from keras_strategy.values import (
     DistributedValues,
+    Mirrored,
     PerReplica,
     ReduceOp,
     regroup,
@@ -228,10 +230,37 @@ class TensorFlowGroup(ComponentGroup):
             with self.collective_scope("strategy.run"):
                 compiled = self._functions.get(fn)
                 traces = compiled.traces
-                result = compiled(fn, args, kwargs)
+                try:
+                    result = compiled(fn, args, kwargs)
+                except tf.errors.OperatorNotAllowedInGraphError:
+                    if compiled.is_converted:
+                        raise
+                    compiled.convert()
+                    result = compiled(fn, args, kwargs)
                 if compiled.traces > traces:
                     self._functions.refresh(fn)
                 return result
+
+    def owns_native(self, variable: Any) -> bool | None:
+        if not isinstance(variable, tf.Variable):
+            return None
+        return getattr(variable, "distribute_strategy", None) is self.native
+
+    def update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        if not isinstance(variable, tf.Variable):
+            return super().update(variable, fn, args, kwargs)
+        args, kwargs = tree.map_structure(
+            lambda x: (
+                NativeMirrored(x.values) if isinstance(x, DistributedValues) else x
+            ),
+            (args, kwargs),
+        )
+        update = self.native.extended.update
+        results = update(variable, fn, args, kwargs, group=False)
+        results = [tree.map_structure(_read, result) for result in results]
+        return regroup(results, tf.is_tensor, Mirrored, always_distributed=True)
 
     def collective_scope(self, name: str) -> AbstractContextManager[Any]:
         if self.workers is None:

@@ -79,6 +79,11 @@ _READABLE = {
 }
 
 
+def _as_destination(value: Any) -> Any:
+    """Return a place to reduce to, of which native tf.distribute takes the `bool`."""
+    return Mirrored(value.values) if isinstance(value, _ReadableVariable) else value
+
+
 class _VariablesMixin(_Native):
     """Native strategy with readable variables and initial shards."""
 
@@ -90,6 +95,16 @@ class _VariablesMixin(_Native):
         # The native method has no parameter for the classes.
         variable.__class__ = _READABLE.get(type(variable), type(variable))
         return variable
+
+    def _reduce_to(
+        self, reduce_op: Any, value: Any, destinations: Any, options: Any
+    ) -> Any:
+        destinations = _as_destination(destinations)
+        return super()._reduce_to(reduce_op, value, destinations, options)
+
+    def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> Any:
+        pairs = [(value, _as_destination(place)) for value, place in pairs]
+        return super()._batch_reduce_to(reduce_op, pairs, options)
 
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any

@@ -25,6 +25,7 @@ from keras_strategy.core.protocols import Replica
 from keras_strategy.core.step_state import StepState
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.training import row_weights
+from keras_strategy.training.ownership import strategy_of_variable
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.sharding import (
     OPTIMIZER_SHARDING,
@@ -32,6 +33,7 @@ from keras_strategy.training.sharding import (
     flat_shards_of,
     gradient_shards,
 )
+from keras_strategy.training.variable_sync import is_sync_on_read
 from keras_strategy.values import ReduceOp, regroup, select_replica
 
 # The attribute of a gradient that holds the replica's shard of its sum.
@@ -311,7 +313,10 @@ class TensorFlowReplica(Replica):
 
     def write_component(self, variable: Any, value: Any) -> None:
         """Write what this replica stores of a variable: its component or shard."""
-        component = self.component(stored_value(variable))
+        is_foreign = (
+            is_sync_on_read(variable) and strategy_of_variable(variable) is None
+        )
+        component = self.component(stored_value(variable), is_foreign)
         value = tf.cast(value, component.dtype)
         if self.write_condition is not None:
             value = tf.where(self.write_condition, value, component)
@@ -333,9 +338,9 @@ class TensorFlowReplica(Replica):
         shard = tf.convert_to_tensor(self.component(stored_value(variable)))
         return self.gather_shards([shard], [shares])[0]
 
-    def component(self, variable: Any) -> Any:
+    def component(self, variable: Any, is_foreign: bool = False) -> Any:
         components = self.group.native.experimental_local_results(variable)
-        if len(components) != len(self.group.devices):
+        if is_foreign or len(components) != len(self.group.devices):
             raise ValueError(
                 f"The variable '{variable.name}' was created outside the scope of "
                 f"{self.group.strategy!r} and is assigned in `strategy.run`. "

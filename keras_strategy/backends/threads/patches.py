@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 
-from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import (
     current_attributes,
     set_on_all_replicas,
@@ -81,10 +80,6 @@ def keep_global_seed_generator(generator: Any) -> None:
 # --- reads and assignments of variables
 
 
-class WritesInPlace:
-    """A replica that writes variables in place, without a `StatelessScope`."""
-
-
 class ReplicaScope(keras.StatelessScope):
     """The variables as one replica sees them."""
 
@@ -149,11 +144,8 @@ def current_thread_replica() -> Any:
         if isinstance(scope, ReplicaScope):
             return scope.replica
         # The scope of a gradient has a reference to the outer one.
-        if not hasattr(scope, "parent"):
-            return None
-        scope = scope.parent
-    replica = context.distributed_replica()
-    return replica if isinstance(replica, WritesInPlace) else None
+        scope = getattr(scope, "parent", None)
+    return None
 
 
 @hook(keras_seeds, "global_seed_generator", "()", when=current_thread_replica)

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import torch
 
-from keras_strategy.backends.torch.state import ShardedGradient, find_components
+from keras_strategy.backends.torch.state import COMPONENTS, ShardedGradient
 from keras_strategy.backends.torch.training import BatchFunction
 from keras_strategy.core.context import cross_replica_scope
 from keras_strategy.core.protocols import AuditAdapter
@@ -46,7 +46,7 @@ class Adapter(AuditAdapter):
         return [*x.parameters(), *x.buffers()] if is_module else ()
 
     def stored_tensors(self, variable: Any) -> Sequence[torch.Tensor]:
-        components = find_components(variable)
+        components = vars(variable).get(COMPONENTS)
         if components is None:
             return [stored_value(variable)]
         return components.all_tensors()

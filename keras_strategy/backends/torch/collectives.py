@@ -64,7 +64,7 @@ class TorchWorkers(WorkerCollectives):
         # in Keras's own `train_step`. The user's step may change a gradient by its
         # `data`, which torch does not notice.
         self._bucket_bytes = cluster.options.bytes_per_pack
-        # Looked up in each call, since `benchmarks.counts_torch` replaces it.
+        # Looked up in each call, since `tests.speed.counts_torch` replaces it.
         all_reduce = lambda *args, **kwargs: dist.all_reduce(*args, **kwargs)  # noqa: E731
         self.verifier = CollectiveVerifier(self.size, all_reduce)
         # Workers on the CPUs of one machine would use the cores that compute.

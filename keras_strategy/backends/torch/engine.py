@@ -21,6 +21,7 @@ from keras_strategy.backends.torch import (
     patches_compiled,
     patches_optimizers,
     random,
+    variables,
 )
 from keras_strategy.backends.torch.group import TorchGroup, torch_device
 from keras_strategy.cluster.membership import Cluster
@@ -174,6 +175,7 @@ class TorchEngine(Engine):
         return value_and_gradients
 
     def patch_modules(self) -> Sequence[ModuleType]:
+        variables.check_keras()
         return [
             thread_patches,
             patches,

@@ -27,7 +27,13 @@ from keras_strategy.backends.torch.replica import (
     TorchReplica,
     returned_variable,
 )
-from keras_strategy.backends.torch.sharding import ReplicaReads, WeightUnits, unit_of
+from keras_strategy.backends.torch.sharding import (
+    ReplicaReads,
+    WeightUnits,
+    is_unit_complete,
+    unit_of,
+)
+from keras_strategy.backends.torch.variables import MirroredVariable, retype
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import GroupAttributes
 from keras_strategy.core.step_state import BatchRows
@@ -101,6 +107,19 @@ class TorchGroup(ComponentGroup):
             if not shard_adopted_slot(self.strategy, variable):
                 state.get_or_create_components(variable, self.layout)
 
+    def note_created(self, variable: Any) -> None:
+        retype(variable, MirroredVariable)
+
+    def note_initialized(self, variable: Any) -> None:
+        """Register an initial value that the chief's replaces, or that is sharded."""
+        if self.units is not None:
+            # These do not wait for the end of the scope, where they might not fit.
+            weights = [v for s, v in ownership.pending_values if s is self.strategy]
+            if is_unit_complete([*weights, variable]):
+                ownership.broadcast_pending_values()
+        if self.workers is not None or self.units is not None:
+            ownership.pending_values.append((self.strategy, variable))
+
     def initial_value(self, variable: Any) -> torch.Tensor:
         return stored_value(variable)
 
@@ -143,7 +162,7 @@ class TorchGroup(ComponentGroup):
                 byte_count(variable) if device == central else 0
                 for device in self.devices
             )
-        components = state.find_components(variable)
+        components = vars(variable).get(state.COMPONENTS)
         if components is None or components.shards is None:
             owners = enumerate(self.layout.owners)
             size, on_read = byte_count(variable), is_sync_on_read(variable)

@@ -19,20 +19,17 @@ from keras_strategy.backends.torch.collectives import initialized_workers
 from keras_strategy.backends.torch.replica import (
     InPlaceReplica,
     TorchReplica,
-    in_place_replica,
 )
 from keras_strategy.backends.torch.sharding import (
-    is_unit_complete,
     reading_leaves,
     unit_of,
 )
 from keras_strategy.backends.torch.training import BatchFunction
-from keras_strategy.core.context import distributed_replica, thread_state
+from keras_strategy.core.context import distributed_replica
 from keras_strategy.data.indexed_dataset import LoaderRowReader
 from keras_strategy.keras_patches import data_adapters
 from keras_strategy.keras_patches.internals import (
     current_stateless_scope,
-    global_state,
     stored_value,
 )
 from keras_strategy.keras_patches.losses_metrics import step_metrics_result
@@ -41,7 +38,6 @@ from keras_strategy.keras_patches.patch import (
     hook,
     in_distributed_scope,
     in_replica,
-    in_scope_of_workers,
     in_step,
     keras_changed_error,
     model_hook,
@@ -52,15 +48,11 @@ from keras_strategy.options import GLOBAL
 from keras_strategy.training import ownership
 from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.row_weights import local_bounds
-from keras_strategy.training.saving import overridden_value
 from keras_strategy.training.train_step import merge_worker_metrics
 
 keras_random = find_module(
     "dropout torch_seed_generator", "keras.src.backend.torch.random"
 )
-AutocastScope: Any = find_module(
-    "AutocastScope", "keras.src.backend.common.variables"
-).AutocastScope
 TorchEpochIterator: Any = find_module(
     "TorchEpochIterator", "keras.src.backend.torch.trainer"
 ).TorchEpochIterator
@@ -124,132 +116,6 @@ def _dropout(original, replica, inputs, rate, noise_shape=None, seed=None):
     keep, generator = 1.0 - rate, replica.generator(inputs.device)
     mask = torch.empty_like(inputs, requires_grad=False)
     return inputs * mask.bernoulli_(keep, generator=generator).div_(keep)
-
-
-# --- variables
-
-
-def _can_read_settings() -> bool:
-    """Return True if the settings that affect a variable's read are where we look."""
-    settings = global_state.GLOBAL_STATE_TRACKER
-    names = ("stateless_scope", "autocast_scope", "torch_device")
-    scope, cast = keras.StatelessScope(initialize_variables=False), AutocastScope(None)
-    with scope, cast, keras.device("meta"):
-        found = [getattr(settings, name, None) for name in names]
-    return found == [scope, cast, "meta"]
-
-
-_has_known_settings = _can_read_settings()
-
-
-@hook(keras.Variable, "value", None, multi_replica_only=True)
-def _value(original, self):
-    """Aggregate a sync-on-read variable that is read in cross-replica context."""
-    # Without a replica's scope in the thread, Keras would read the first component. An
-    # initial value is broadcast from the chief before it is read.
-    # This is called very often, so the common cases come first, inline.
-    components = self.__dict__.get(state.COMPONENTS)
-    if components is not None and components.shards is not None:
-        device = getattr(global_state.GLOBAL_STATE_TRACKER, "torch_device", None)
-        full = None if device == "meta" else components.current_value(self)
-        return original(self) if full is None else self._maybe_autocast(full)
-    running = thread_state.replica
-    if running is not None and isinstance(running._replica, InPlaceReplica):
-        replica, tensor = running._replica, stored_value(self)
-        if (
-            components is None
-            or components.is_tracked
-            or components.stored is not tensor
-            or components.layout is not replica.layout
-            or (
-                replica.step.is_applying
-                and not replica.is_partly_updated
-                and id(tensor) not in replica.overwritten
-            )
-        ):
-            reader = in_place_replica()
-            if reader is not None and tensor is not None:
-                reader.note_read(self)
-        # `clear_session` replaces it, so look it up.
-        settings = global_state.GLOBAL_STATE_TRACKER
-        if (
-            _has_known_settings
-            and tensor is not None
-            and getattr(settings, "stateless_scope", None) is None
-            and getattr(settings, "autocast_scope", None) is None
-            and getattr(settings, "torch_device", None) == replica.device
-        ):
-            return tensor  # what Keras returns after ten calls
-        return original(self)
-    settings = global_state.GLOBAL_STATE_TRACKER
-    scope = getattr(settings, "stateless_scope", None)
-    if (
-        isinstance(scope, state.StagedWriteScope)
-        and _has_known_settings
-        and getattr(settings, "autocast_scope", None) is None
-        and getattr(settings, "torch_device", None) == scope.device
-    ):
-        tensor = scope.get_current_value(self)
-        return original(self) if tensor is None else tensor
-    if ownership.pending_values and current_stateless_scope() is None:
-        ownership.broadcast_pending_values()
-        return _value(original, self)  # it may be sharded now
-    if (
-        components is None
-        or not components.on_read
-        or current_stateless_scope() is not None
-        or components.stored is not stored_value(self)
-    ):
-        return original(self)
-    value = overridden_value(self)
-    if value is None:
-        value = components.aggregated_value(self)
-    return self._maybe_autocast(value)
-
-
-def _in_scope_with_pending_values() -> Any:
-    """Return the current scope's strategy if it changes or shards initial values."""
-    strategy = in_scope_of_workers() or in_distributed_scope()
-    if strategy is None or strategy.extended.cluster is not None:
-        return strategy
-    return strategy if strategy.shard == "parameters" else None
-
-
-@hook(
-    keras.Variable, "_initialize", "(self, value)", when=_in_scope_with_pending_values
-)
-def _initialize(original, strategy, self, value):
-    """Register the initial value, which becomes the chief's on every worker."""
-    # Weights to shard do not wait for the end of the scope, where they might not fit.
-    original(self, value)
-    if strategy.shard == "parameters":
-        pending = [v for owner, v in ownership.pending_values if owner is strategy]
-        if is_unit_complete([*pending, self]):
-            ownership.broadcast_pending_values()
-    ownership.pending_values.append((strategy, self))
-
-
-@multi_replica_only
-def _writer(variable):
-    """Return what assigns to a variable: the running replica, or its components."""
-    replica = distributed_replica()
-    if isinstance(replica, InPlaceReplica):
-        return replica
-    return state.find_components(variable)
-
-
-@hook(keras.Variable, "_direct_assign", "(self, value)", when=_writer)
-def _direct_assign(original, writer, self, value):
-    """Assign to all components in cross-replica context."""
-    writer.assign(self, value)
-
-
-@hook(keras.Variable, "__init__", (), when=in_place_replica)
-def _init(original, replica, self, *args, **kwargs):
-    """Leave variables created in a replica uninitialized."""
-    # Also if the process has a single replica. Keras raises when they are used.
-    with keras.StatelessScope(initialize_variables=False):
-        original(self, *args, **kwargs)
 
 
 # --- layers
@@ -364,13 +230,7 @@ def _make_function(original, self, force=False):
         setattr(self, f"{kind}_function", BatchFunction(self, kind, strategy))
 
 
-@multi_replica_only
-def _in_multi_replica_scope():
-    """Return the current scope's strategy if it has several replicas or workers."""
-    return in_distributed_scope() or in_scope_of_workers()
-
-
-@hook(TorchEpochIterator, "_get_iterator", "(self)", when=_in_multi_replica_scope)
+@hook(TorchEpochIterator, "_get_iterator", "(self)", when=in_distributed_scope)
 def _get_iterator(original, strategy, self):
     """Let several workers agree on their batches and read their local rows."""
     # Batches are prefetched where that is not observable. A model is built with a

@@ -273,7 +273,7 @@ def _apply_gradients(original, sharding, self, grads, trainable_variables):
     for weight in weights:
         tensor, spec = shards[id(weight)], sharding.shards_for(weight, weight.shape)
         if unit_of(weight) is not None:
-            written.append(state.find_components(weight))
+            written.append(vars(weight)[state.COMPONENTS])
             continue
         shards[id(weight)] = state.shard_of(tensor, spec, replica.id)
         updates[id(weight)] = _ShardedUpdate(tensor, shards[id(weight)], spec)

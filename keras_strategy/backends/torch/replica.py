@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from keras_strategy.backends.threads.patches import (
-    WritesInPlace,
-    current_thread_replica,
+    ReplicaScope,
     unbuilt_variable_error,
 )
 from keras_strategy.backends.threads.pool import TurnScheduler
@@ -24,15 +23,14 @@ from keras_strategy.backends.threads.replica import ThreadReplica
 from keras_strategy.backends.torch.collectives import map_flattened
 from keras_strategy.backends.torch.gradient_buckets import unflatten, write_weighted
 from keras_strategy.backends.torch.state import (
-    COMPONENTS,
     Components,
     GradientTerm,
     ShardedGradient,
     ShardedWriteScope,
     StagedWriteScope,
-    find_components,
     get_or_create_components,
 )
+from keras_strategy.backends.torch.variables import COMPONENTS
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import (
     ReplicaAttributes,
@@ -40,7 +38,6 @@ from keras_strategy.core.per_replica_attributes import (
 )
 from keras_strategy.core.step_state import BatchRows, active_recorder, row_ranges
 from keras_strategy.keras_patches.internals import current_stateless_scope, stored_value
-from keras_strategy.keras_patches.patch import multi_replica_only
 from keras_strategy.keras_patches.random import dry_run_layer, layer_draws
 from keras_strategy.training.reduction import cast_for_sum
 from keras_strategy.training.sharding import OPTIMIZER_SHARDING, gradient_shards
@@ -271,7 +268,7 @@ def returned_variable(
     pairs = zip(replicas, variables, strict=True)
     values = [replica.scope.local_value(variable) for replica, variable in pairs]
     values = [value.detach().clone() for value in values if value is not None]
-    components = find_components(variables[0])
+    components = vars(variables[0]).get(COMPONENTS)
     return PerReplica(values if components is None else components.full_values(values))
 
 
@@ -330,13 +327,14 @@ class _AllGather(torch.autograd.Function):
         return local, None, None, None
 
 
-class InPlaceReplica(WritesInPlace, TorchReplica):
-    """The only replica of a process, which writes the variables in place."""
+class InPlaceReplica(TorchReplica, ReplicaScope):
+    """The only replica of a process, which is its own scope and writes in place."""
 
     scope: Any
 
     def __init__(self, group: Any, batch: BatchRows | None):
         super().__init__(group, 0, TurnScheduler(1), ReplicaAttributes({}), batch)
+        ReplicaScope.__init__(self, self)
         self.layout, self.device = group.layout, group.torch_devices[0]
         self.buffers = group.buffers
         # What was overwritten and copies of the old values, by `id`.
@@ -346,17 +344,18 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
         self.sums = 0  # all-reduces of this run
 
     def make_scope(self) -> "InPlaceReplica":
-        return self  # as the scope of a `merge_call`
+        return self
 
     def local_value(self, variable: Any) -> torch.Tensor | None:
+        is_unbuilt = stored_value(variable) is None
+        return None if is_unbuilt else self.note_read(variable).first
+
+    def get_current_value(self, variable: Any) -> torch.Tensor | None:
         if stored_value(variable) is None:
             return None
-        return self.note_read(variable).first
-
-    get_current_value = local_value
-
-    def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
-        self.assign(*update)
+        components = self.note_read(variable)
+        first = components.first
+        return first if components.shards is None else components.seen_value(first)
 
     def note_read(self, variable: Any) -> Components:
         """Record that the replica reads a variable, and return its components."""
@@ -368,16 +367,12 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
             self._save([components.first])
         return components
 
-    def assign(self, variable: Any, value: torch.Tensor) -> None:
-        tensor = stored_value(variable)
-        if tensor is None:
+    def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
+        variable, value = update
+        if stored_value(variable) is None:
             raise unbuilt_variable_error(variable)
         components = vars(variable).get(COMPONENTS)
-        if (
-            components is None
-            or components.stored is not tensor
-            or components.layout is not self.layout
-        ):
+        if components is None or components.layout is not self.layout:
             # Which first splits a sum over the replicas.
             components = get_or_create_components(variable, self.layout)
         if components.shards is not None:
@@ -388,20 +383,13 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
         with torch.no_grad():
             tensor.copy_(value)
 
-    def sees_replica_variables(self) -> bool:
-        return current_stateless_scope() is self._updating
-
     def tensors_to_update(self, variables: Sequence[Any]) -> list[torch.Tensor]:
         if self._updating is not None:
             return super().tensors_to_update(variables)
         tensors = []
         for variable in variables:  # inline, since it is called in each step
-            tensor, components = stored_value(variable), vars(variable).get(COMPONENTS)
-            if (
-                components is None
-                or components.stored is not tensor
-                or components.layout is not self.layout
-            ):
+            components = vars(variable).get(COMPONENTS)
+            if components is None or components.layout is not self.layout:
                 components = get_or_create_components(variable, self.layout)
             tensors.append(components.first)
         self._save(tensors)
@@ -469,7 +457,8 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
         workers = self.workers
         try:
             workers.replica = self
-            with self._group.device_scopes[0](), context.replica_scope(self.context):
+            scope = context.replica_scope(self.context)
+            with self._group.device_scopes[0](), scope, self:
                 self._attributes.swap_in()
                 args, kwargs = self._group.arrays_to_tensors(
                     select_replica((args, kwargs), 0, 1)
@@ -491,7 +480,8 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
             raise
         finally:
             workers.replica = None
-            self.overwritten.clear()  # the replica is part of a reference cycle
+            for kept in (self.overwritten, self.losses):
+                kept.clear()  # the replica is part of a reference cycle
 
     def _outputs(self, output: Any) -> Any:
         """Return what `run` returns, copied where later runs write to its memory."""
@@ -514,12 +504,3 @@ class InPlaceReplica(WritesInPlace, TorchReplica):
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-@multi_replica_only
-def in_place_replica() -> InPlaceReplica | None:
-    """Return the running replica if it must see reads and writes."""
-    replica = context.distributed_replica()
-    if isinstance(replica, InPlaceReplica) and current_thread_replica() is replica:
-        return replica
-    return None

@@ -29,7 +29,6 @@ from torch.utils import _pytree as pytree
 from keras_strategy.backends.threads.patches import MergedScope, current_thread_replica
 from keras_strategy.backends.torch.gradient_buckets import FlatBufferPool
 from keras_strategy.backends.torch.state import (
-    COMPONENTS,
     GradientTerm,
     Layout,
     ShardedComponents,
@@ -38,6 +37,7 @@ from keras_strategy.backends.torch.state import (
     shard_of,
     stand_in,
 )
+from keras_strategy.backends.torch.variables import COMPONENTS, ShardedVariable, retype
 from keras_strategy.errors import MirrorError
 from keras_strategy.keras_patches.internals import (
     current_stateless_scope,
@@ -547,6 +547,7 @@ class WeightUnits:
         for variable, weight in zip(variables, weights, strict=True):
             weight.track_gradients()
             vars(variable)[COMPONENTS] = weight
+            retype(variable, ShardedVariable)
 
     def release_all_but(self, unit: WeightUnit) -> None:
         """Release the unit that is gathered, if it is another one."""

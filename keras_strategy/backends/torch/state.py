@@ -28,6 +28,7 @@ from keras_strategy.backends.threads.patches import (
 )
 from keras_strategy.backends.torch.collectives import TorchWorkers, map_flattened
 from keras_strategy.backends.torch.gradient_buckets import scale_in_place
+from keras_strategy.backends.torch.variables import COMPONENTS, ShardedVariable, retype
 from keras_strategy.core import context
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.errors import MirrorError
@@ -46,8 +47,6 @@ from keras_strategy.training.variable_sync import (
     no_value_error,
     split_for_local_replicas,
 )
-
-COMPONENTS = "_ks_components"
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,6 @@ class Layout:
 class Components:
     """The tensors of one variable, and the version of the first."""
 
-    stored: torch.Tensor  # what Keras has, usually the first
     shards: FlatShards | None = None  # what each replica stores; None for all
     is_central = False  # True if one device stores the variable for all replicas
     run: object = None  # the last one that has used them
@@ -110,7 +108,7 @@ class Components:
         self.on_read = is_sync_on_read(variable)
         # True if replicas record their reads, see `StepState`.
         self.is_tracked = variable.aggregation == "sum" and not self.on_read
-        self.first = self.stored = stored_value(variable)
+        self.first = stored_value(variable)
         self.tensors = [self.first]
         # One for all replicas. Each works on a copy while it runs.
         self.is_central = layout.home is not None and not self.on_read
@@ -225,11 +223,12 @@ class ShardedComponents(Components):
                 layout.topology.local_replicas, layout.devices, strict=True
             )
         ]
-        self.first = self.stored = self.tensors[0]
+        self.first = self.tensors[0]
         self.version = self.first._version
         set_flat_shards(variable, shards)
         initialize(variable, self.first)
         vars(variable)[COMPONENTS] = self
+        retype(variable, ShardedVariable)
 
     def refresh(self, variable: Any) -> None:
         """Do nothing: no replica stores what another one does."""
@@ -399,21 +398,12 @@ def sum_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def find_components(variable: Any) -> Components | None:
-    """Return a variable's components if replicas have used it."""
-    components = variable.__dict__.get(COMPONENTS)
-    # Keras replaces the tensor of a variable when it initializes it again.
-    if components is None or components.stored is not stored_value(variable):
-        return None
-    return components
-
-
 def get_or_create_components(variable: Any, layout: Layout) -> Components:
     """Return a variable's components, created when a replica first uses it."""
     # A variable of no strategy, such as the process's seed generator, may be used by
     # several: each then creates components from the first one.
-    components = find_components(variable)
     # Called for each variable in each run, so compare identity first.
+    components = vars(variable).get(COMPONENTS)
     if components is not None:
         if components.layout is layout or components.layout == layout:
             return components
@@ -422,10 +412,11 @@ def get_or_create_components(variable: Any, layout: Layout) -> Components:
             return components
     if current_stateless_scope() is None:
         ownership.broadcast_pending_values()  # before it is copied
-        components = find_components(variable)
+        components = vars(variable).get(COMPONENTS)
         if components is not None and components.shards is not None:
             return components
     components = vars(variable)[COMPONENTS] = Components(variable, layout)
+    retype(variable)
     return components
 
 
@@ -564,7 +555,7 @@ class ShardedWriteScope(StagedWriteScope):
     def get_current_value(self, variable: Any) -> torch.Tensor | None:
         # Keras calls it for regularizers.
         value = self.local_value(variable)
-        components = find_components(variable)
+        components = vars(variable).get(COMPONENTS)
         if value is None or components is None:
             return value
         return components.seen_value(value)

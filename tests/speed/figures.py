@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 import keras_strategy
-from benchmarks.counts import count_operations
+from tests.speed.counts import count_operations
 
 _OURS = str(Path(keras_strategy.__file__).parent)
 

@@ -37,7 +37,7 @@ class _GraphCounts:
 
 
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
-    """Count what training does, see `benchmarks.counts.count_operations`."""
+    """Count what training does, see `tests.speed.counts.count_operations`."""
     # Each trace of a tf.function counts as a compilation, except for tf.data's own
     # functions. Batches that tf.data copies to the devices do not count as transfers.
     executed: list[_GraphCounts] = []

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
-from benchmarks.counts import count_operations
+from tests.speed.counts import count_operations
 
 BATCH = 8  # of all workers
 SHORT, LONG = 4, 8

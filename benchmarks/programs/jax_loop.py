@@ -1,10 +1,9 @@
-"""Peer of the jax backend: a loop written by hand.
+"""Loop on JAX by hand, as an expert would write it.
 
-It is what an expert of JAX would write: one jitted function of all state, which is
-donated, over a mesh; the compiler puts the collectives.
+One jitted function of all state, which is donated, over a mesh; the compiler puts the
+collectives.
 """
 
-import itertools
 from typing import Any
 
 import jax
@@ -14,17 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.cases import Case, loss, optimizer
 from benchmarks.programs import Train
-
-# Of one epoch; both programs go round them.
-BATCHES = 16
-
-
-def batches(case: Case) -> list[tuple[np.ndarray, np.ndarray]]:
-    x, y = case.rows(BATCHES * case.batch)
-    return [
-        (x[begin : begin + case.batch], y[begin : begin + case.batch])
-        for begin in range(0, len(x), case.batch)
-    ]
 
 
 def by_hand(case: Case) -> Train:
@@ -63,14 +51,12 @@ def by_hand(case: Case) -> Train:
         in_shardings=(whole, rows, rows),
         out_shardings=(whole, whole),
     )
-    data = batches(case)
 
     def train(steps: int) -> None:
         nonlocal state
         value = None
-        for x, y in itertools.islice(itertools.cycle(data), steps):
-            x, y = jax.device_put((x, y), rows)
-            state, value = compiled(state, x, y)
+        for batch in case.batches(steps):
+            state, value = compiled(state, *jax.device_put(batch, rows))
         jax.block_until_ready((state, value))
 
     return train

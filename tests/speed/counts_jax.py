@@ -21,7 +21,7 @@ _compilations = 0
 
 
 def count(train: Callable[[int], None], steps: int) -> tuple[int, int, int, int]:
-    """Count as `benchmarks.counts.count_operations`."""
+    """Count as `tests.speed.counts.count_operations`."""
     counts = _count(train, steps)
     if counts is None:
         # Again without the programs of other models. A program from the disk cache has

@@ -15,5 +15,5 @@ def count_operations(
         train: Trains a number of steps.
         steps: That number.
     """
-    name = f"benchmarks.counts_{keras.backend.backend()}"
+    name = f"tests.speed.counts_{keras.backend.backend()}"
     return importlib.import_module(name).count(train, steps)

@@ -1,15 +1,19 @@
 """Real processes of both sides of a comparison."""
 
-import dataclasses
-
 import keras
 import pytest
 
-from benchmarks.__main__ import rows_below, wanted
-from benchmarks.comparisons import CNN, COMPARISONS, EMBEDDING, MLP, TRANSFORMER
-from benchmarks.measure import row_of
+from benchmarks.__main__ import rows_below, select_rows
+from benchmarks.comparisons import (
+    CNN,
+    COMPARISONS,
+    EMBEDDING,
+    MLP,
+    TRANSFORMER,
+    Program,
+)
+from benchmarks.paired_processes import ProgramProcesses, measure_row
 from benchmarks.paired_timing import CPU, WALL
-from benchmarks.sides import Sided
 
 
 @pytest.fixture
@@ -19,8 +23,12 @@ def comparison():
     return next(c for c in COMPARISONS if c.backend == backend)
 
 
+class Peer(Program):
+    is_ours = False
+
+
 def test_row_is_measured(starter, comparison):
-    row = row_of(starter, comparison, MLP, rounds=1, seconds=0.01, starts=2)
+    row = measure_row(starter, comparison, MLP, rounds=1, seconds=0.01, starts=2)
     assert row["starts"] == 2
     assert set(row["speeds"]) == {"steps/s", "steps/CPU-s"}
     assert all(speed["ratio"] > 0 for speed in row["speeds"].values())
@@ -29,21 +37,19 @@ def test_row_is_measured(starter, comparison):
 
 
 def test_rows_are_selected():
-    torch = wanted(["torch"])
+    torch = select_rows(["torch"])
     assert {comparison.backend for comparison, _ in torch} == {"torch"}
-    runs = wanted(["jax", "torch"], "run, 2 processes")
+    runs = select_rows(["jax", "torch"], "run, 2 processes")
     assert runs.items() <= torch.items()
     assert {case for _, case in runs} == {MLP, CNN, TRANSFORMER, EMBEDDING}
-    aimed = wanted(["torch"], aims=True)
+    aimed = select_rows(["torch"], aims=True)
     assert aimed == {key: torch[key] for key in torch if key[0].aim is not None}
     assert 0 < len(aimed) < len(torch)
 
 
-def test_peer_runs_without_keras_strategy(starter, comparison):
-    ours = comparison.programs[0]
-    twice = dataclasses.replace(comparison, programs=(ours, ours))
+def test_peer_runs_without_keras_strategy(starter):
     with (
-        Sided(starter, twice, False, MLP) as side,
+        ProgramProcesses(Peer("ours:fit"), MLP, starter=starter) as side,
         pytest.raises(RuntimeError, match="A peer must run without keras_strategy"),
     ):
         side.ready()

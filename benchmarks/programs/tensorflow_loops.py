@@ -1,10 +1,6 @@
-"""Peers of the tensorflow backend: Keras and loops on native tf.distribute.
-
-Our programs are the same, on a strategy of ours (`benchmarks.tensorflow_ours`).
-"""
+"""Steps of `fit` and custom loops on TensorFlow, on a native strategy or on ours."""
 
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -14,20 +10,20 @@ from benchmarks.cases import Case, loss, optimizer
 from benchmarks.programs import Train
 
 
-def native_strategy(one_device: bool = False) -> tf.distribute.MirroredStrategy:
-    """Return the native strategy of the two devices.
-
-    Args:
-        one_device: Whether to sum on one device, in place of what it chooses itself.
-    """
-    return tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"],
-        tf.distribute.ReductionToOneDevice() if one_device else None,
-    )
+def native_strategy(
+    name: str = "MirroredStrategy", one_device_sum: bool = False
+) -> Any:
+    """Return a native strategy; "" for the one of a single device."""
+    if not name:
+        return tf.distribute.get_strategy()
+    if name != "MirroredStrategy":
+        return getattr(tf.distribute, name)()
+    operations = tf.distribute.ReductionToOneDevice() if one_device_sum else None
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], operations)
 
 
 class _Steps(keras.callbacks.Callback):
-    """A `fit` without end, in a thread of its own, that goes on when it is told to."""
+    """Callback of an endless `fit` in its own thread, which waits between turns."""
 
     def __init__(self):
         super().__init__()
@@ -64,15 +60,10 @@ class _Steps(keras.callbacks.Callback):
 
 
 def steps_of_fit(case: Case, strategy: Any, steps_per_execution: int = 1) -> Train:
-    """Yield the steps of one endless `model.fit`, without its start.
+    """Train by one endless `model.fit`, without its start.
 
     On a native strategy, where it makes three distributed iterators, that is as long as
     60 steps of the smallest of these models.
-
-    Args:
-        case: The model, its data and its batch size.
-        strategy: Ours, or a native one.
-        steps_per_execution: The argument of `compile`.
     """
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -85,22 +76,19 @@ def steps_of_fit(case: Case, strategy: Any, steps_per_execution: int = 1) -> Tra
     return steps.train
 
 
-# What a replica does with its inputs and targets; gives its part of the loss.
-Step = Callable[[Any, Any], Any]
-
-
-def step_of_replica(case: Case) -> Step:
-    """Return the step of a custom training loop; call it in a scope."""
-    model, adam = case.build(), optimizer()
-    adam.build(model.trainable_variables)
-    accuracy = keras.metrics.SparseCategoricalAccuracy()
-    per_row = loss()
-    per_row.reduction = "none"
+def loop(case: Case, strategy: Any, compiled: bool = True) -> Train:
+    """Train with a custom loop; if `compiled`, in a tf.function of all replicas."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model, adam = case.build(), optimizer()
+        adam.build(model.trainable_variables)
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+    loss_of_rows = loss(reduction="none")
 
     def step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             logits = model(x, training=True)
-            losses = per_row(y, logits)
+            losses = loss_of_rows(y, logits)
             # Of 64 targets for each row of the transformer, one for the others.
             count = case.batch * (losses.shape[1] if losses.shape.rank == 2 else 1)
             value = tf.reduce_sum(losses) / count
@@ -109,35 +97,18 @@ def step_of_replica(case: Case) -> Step:
         accuracy.update_state(y, logits)
         return value
 
-    return step
-
-
-def batches_of(case: Case, strategy: Any) -> Iterator[Any]:
-    """Global batches without end, dealt to the replicas."""
     x, y = case.rows(8 * case.batch)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
     dataset = dataset.batch(case.batch, drop_remainder=True)
-    return iter(strategy.experimental_distribute_dataset(dataset))
-
-
-def loop(case: Case, strategy: Any, compiled: bool) -> Train:
-    """Train with a custom loop.
-
-    Args:
-        case: The model, its data and its batch size.
-        strategy: Ours, or a native one.
-        compiled: Whether a tf.function is around the step of all replicas.
-    """
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        step = step_of_replica(case)
-    batches = batches_of(case, strategy)
+    batches = iter(strategy.experimental_distribute_dataset(dataset))
 
     def step_of_all(x: Any, y: Any) -> Any:
         return strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)
 
     if compiled:
-        step_of_all = tf.function(step_of_all)
+        # As Keras's own fit on a GPU, which compiles what XLA can.
+        by_xla = bool(tf.config.list_physical_devices("GPU"))
+        step_of_all = tf.function(step_of_all, jit_compile=by_xla or None)
 
     def train(steps: int) -> None:
         total = 0.0
@@ -148,23 +119,10 @@ def loop(case: Case, strategy: Any, compiled: bool) -> Train:
     return train
 
 
-def steps_of_native_fit(case: Case) -> Train:
-    return steps_of_fit(case, native_strategy())
+def native_steps_of_fit(case: Case, **options: Any) -> Train:
+    return steps_of_fit(case, native_strategy(**options))
 
 
-def steps_of_native_fit_on_one_device(case: Case) -> Train:
-    return steps_of_fit(case, native_strategy(one_device=True))
-
-
-def native_loop(case: Case) -> Train:
-    return loop(case, native_strategy(), compiled=True)
-
-
-def native_loop_on_one_device(case: Case) -> Train:
-    return loop(case, native_strategy(one_device=True), compiled=True)
-
-
-def native_loop_of_workers(case: Case) -> Train:
-    """One of several processes, as TF_CONFIG says; its `fit` fails in Keras."""
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    return loop(case, strategy, compiled=True)
+def native_loop(case: Case, **options: Any) -> Train:
+    """Train on a native strategy; `fit` of several workers fails in Keras."""
+    return loop(case, native_strategy(**options))

@@ -10,16 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategy.commands.local_cluster import shared_variables
 from keras_strategy.commands.processes import Process, WorkerProcess, exit_text
+from keras_strategy.testing.worker_runner import base_environment, start_cold
 
 _SERVER = str(pathlib.Path(__file__).with_name("warm_server.py"))
-_PACKAGE_ROOT = str(pathlib.Path(__file__).parents[2])
 _NUMBER_BYTES = 16
 
 # Prefixes of variables that Python, the C library or a backend may read at import. A
@@ -67,7 +65,8 @@ class WarmStarter(contextlib.AbstractContextManager["WarmStarter"]):
     ```python
     import os
 
-    from keras_strategy.testing import WarmStarter, WorkerRunner
+    from keras_strategy.testing import WorkerRunner
+    from tests.testing.warm_starter import WarmStarter
 
     with WarmStarter() as starter:
         for _ in range(2):
@@ -173,41 +172,6 @@ class _WarmProcess(Process):
         self._connection.close()
         # It ends with the warm server.
         return int(reply) if reply else -signal.SIGKILL
-
-
-def start_cold(
-    name: str,
-    script: str,
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    stdout: Any,
-    stderr: Any,
-    imports_beside: bool = True,
-) -> Process:
-    """Start a script in a fresh interpreter; see `WarmStarter.start`."""
-    options = [] if imports_beside else ["-P"]
-    command = [sys.executable, *options, script, *arguments]
-    return WorkerProcess(name, command, environment, stdout=stdout, stderr=stderr)
-
-
-def base_environment() -> dict[str, str]:
-    """Return the environment variables of workers that do not depend on their task."""
-    variables = {
-        # Workers of tests share the cores. The number of threads is fixed, since a warm
-        # worker has that of the warm server.
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        **shared_variables(),
-        "PYTHONFAULTHANDLER": "1",
-    }
-    if "keras" in sys.modules:
-        # The choice may come from keras.json or from this program.
-        variables["KERAS_BACKEND"] = sys.modules["keras"].backend.backend()
-    if sysconfig.get_path("purelib") != _PACKAGE_ROOT:
-        # A script in another folder finds the checkout that this process uses.
-        old = variables.get("PYTHONPATH")
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (_PACKAGE_ROOT, old)))
-    return variables
 
 
 def _cold_variables(environment: Mapping[str, str]) -> dict[str, str]:

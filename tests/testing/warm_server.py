@@ -26,7 +26,8 @@ import threading
 import types
 import warnings
 
-_STARTER = pathlib.Path(__file__).parents[1] / "commands" / "starter.py"
+_ROOT = pathlib.Path(__file__).parents[2]
+_STARTER = _ROOT / "keras_strategy" / "commands" / "starter.py"
 _exit_with_parent = runpy.run_path(str(_STARTER))["exit_with_parent"]
 _MESSAGE_BYTES = 1 << 20
 # As often as the other end looks for the end of a program.

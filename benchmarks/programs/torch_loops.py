@@ -1,8 +1,7 @@
-"""Peers of the torch backend: DistributedDataParallel, and plain Keras.
+"""Loops on torch by hand, on one device or under DistributedDataParallel.
 
-Over processes a peer is the loop that people write by hand: every rank takes its rows
-of the same shuffled global batches, DistributedDataParallel sums the gradients while
-they are computed, and metrics stay local until the epoch ends.
+Every rank takes its rows of the same shuffled global batches, DistributedDataParallel
+sums the gradients while they are computed, and metrics stay local until the epoch ends.
 """
 
 from collections.abc import Callable
@@ -14,44 +13,46 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.cases import Case, loss, optimizer
+from benchmarks.cases import CNN, LARGE_MLP, MLP, Case, loss, optimizer
 from benchmarks.programs import Train
 
 # What a loop does with the rows of one step.
 Step = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-def keras_under_ddp(case: Case, bucket_cap_mb: float | None = None) -> Train:
-    """Train the same Keras model, optimizer and metrics."""
-    return _keras_under_ddp(case, lambda ddp: ddp, bucket_cap_mb)
-
-
-def compiled_keras_under_ddp(case: Case) -> Train:
-    """Train the same model with a forward pass by torch.compile.
-
-    As ours is on a CPU: with torch's own kernels, which is the fastest there.
-    """
-    return _keras_under_ddp(case, lambda ddp: torch.compile(ddp, backend="eager"))
-
-
-def _keras_under_ddp(
-    case: Case, compiled: Callable[[Any], Any], bucket_cap_mb: float | None = None
+def keras_loop(
+    case: Case,
+    distributed: bool = True,
+    compiled: bool = False,
+    bucket_cap_mb: float | None = None,
 ) -> Train:
-    dist.init_process_group("gloo")
+    """Train the same Keras model, optimizer and metrics.
+
+    Args:
+        case: What is trained.
+        distributed: Whether this is one of several ranks.
+        compiled: Whether torch.compile makes a graph of the forward pass. As ours is on
+            a CPU: with torch's own kernels, which is the fastest there.
+        bucket_cap_mb: The size of DistributedDataParallel's buckets.
+    """
     keras.utils.set_random_seed(0)
     model, adam, mean_loss_of = case.build(), optimizer(), loss()
     adam.build(model.trainable_variables)
-    ddp = DistributedDataParallel(
-        model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb
-    )
     metrics = (keras.metrics.Mean(), keras.metrics.SparseCategoricalAccuracy())
     variables = model.trainable_variables
-    forward = compiled(ddp)
+    device = variables[0].value.device
+    module: Any = model
+    if distributed:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        module = DistributedDataParallel(
+            module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb
+        )
+    forward = torch.compile(module, backend="eager") if compiled else module
 
     def step(x, y):
         logits = forward(x, training=True)
         value = mean_loss_of(y, logits)
-        ddp.zero_grad()
+        module.zero_grad()
         value.backward()
         with torch.no_grad():
             adam.apply([v.value.grad for v in variables], variables)
@@ -60,29 +61,20 @@ def _keras_under_ddp(
 
     def end():
         for metric in metrics:
-            for variable in metric.variables:
+            for variable in metric.variables if distributed else ():
                 dist.all_reduce(variable.value.data)
             float(metric.result())
             metric.reset_state()
 
-    return _loop(case, step, end)
+    return _loop(case, step, end, device)
 
 
-def torch_under_ddp(case: Case) -> Train:
+def module_loop(case: Case, compiled: bool = False) -> Train:
     """Train torch's own layers and optimizer, without the cost of Keras."""
-    return _torch_under_ddp(case, lambda function: function)
-
-
-def compiled_torch_under_ddp(case: Case) -> Train:
-    """Train torch's own layers, whose kernels torch.compile makes."""
-    return _torch_under_ddp(case, torch.compile)
-
-
-def _torch_under_ddp(case: Case, compiled: Callable[[Any], Any]) -> Train:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(_TORCH[case.name](), gradient_as_bucket_view=True)
-    forward = compiled(ddp)
+    ddp = DistributedDataParallel(_MODULES[case.name](), gradient_as_bucket_view=True)
+    forward = torch.compile(ddp) if compiled else ddp
     adam = torch.optim.Adam(ddp.parameters(), 1e-3, eps=1e-7, fused=True)
     sums = torch.zeros(3)
 
@@ -102,12 +94,16 @@ def _torch_under_ddp(case: Case, compiled: Callable[[Any], Any]) -> Train:
         (sums[:2] / sums[2]).tolist()
         sums.zero_()
 
-    return _loop(case, step, end)
+    return _loop(case, step, end, torch.device("cpu"))
 
 
-def _loop(case: Case, step: Step, end: Callable[[], None]) -> Train:
+def _loop(
+    case: Case, step: Step, end: Callable[[], None], device: torch.device
+) -> Train:
     """Train an epoch over this rank's rows of the shuffled global batches."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = 0, 1
+    if dist.is_initialized():
+        rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def train(steps: int) -> None:
         x, y = (torch.from_numpy(array) for array in case.rows(steps * case.batch))
@@ -115,13 +111,13 @@ def _loop(case: Case, step: Step, end: Callable[[], None]) -> Train:
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(len(x), generator=generator)
         for rows in order.view(steps, ranks, -1)[:, rank]:
-            step(x[rows], y[rows])
+            step(x[rows].to(device), y[rows].to(device))
         end()
 
     return train
 
 
-def _torch_mlp() -> torch.nn.Module:
+def _mlp() -> torch.nn.Module:
     nn = torch.nn
     return nn.Sequential(
         *(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()),
@@ -129,7 +125,7 @@ def _torch_mlp() -> torch.nn.Module:
     )
 
 
-def _torch_cnn() -> torch.nn.Module:
+def _cnn() -> torch.nn.Module:
     nn = torch.nn
     return nn.Sequential(
         nn.Unflatten(1, (1, 8)),  # one channel; the rows' own last dimension is 1
@@ -140,8 +136,4 @@ def _torch_cnn() -> torch.nn.Module:
     )
 
 
-_TORCH = {
-    "MLP, batch 128": _torch_mlp,
-    "MLP, batch 1024": _torch_mlp,
-    "CNN": _torch_cnn,
-}
+_MODULES = {MLP: _mlp, LARGE_MLP: _mlp, CNN: _cnn}

@@ -1,9 +1,9 @@
-"""Memory of a device on JAX where N does not divide all dimensions of the weights.
+"""Share of the trained weights that a device of JAX keeps, by the number of devices.
 
-    KERAS_BACKEND=jax python -m benchmarks.whole
+    KERAS_BACKEND=jax python -m benchmarks.shard_sizes
 
-The share of the bytes of the trained weights, and so of Adam's slots, in models whose
-widths are those that people use.
+The shares of Adam's slots are the same. JAX needs equal shards, and the number of
+devices does not divide all dimensions of these models.
 """
 
 import math
@@ -11,6 +11,7 @@ import math
 import keras
 from keras import applications, layers
 
+from benchmarks.tables import markdown
 from keras_strategy.training.sharding import ShardSpec
 
 REPLICAS = 2, 4, 8, 16, 3, 5, 6, 7, 12, 24
@@ -30,31 +31,27 @@ def gpt2() -> keras.Model:
 
 
 MODELS = {
-    "a transformer as GPT-2 small": gpt2,
+    "a transformer as GPT-2 small, of 50,257 words": gpt2,
     "ResNet50": lambda: applications.ResNet50(weights=None),
     "MobileNetV3Large": lambda: applications.MobileNetV3Large(weights=None),
 }
 
 
 def main() -> None:
-    """Measure and print."""
-    print(f"| model | weights | {' | '.join(f'N = {n}' for n in REPLICAS)} |")
-    print("| --- |" + " --- |" * (1 + len(REPLICAS)))
-    for name, make in MODELS.items():
+    lines = []
+    for name, build in MODELS.items():
         with keras.StatelessScope():  # in which weights get no values
-            model = make()
+            model = build()
         shapes = [tuple(v.shape) for v in model.trainable_variables]
-        size = sum(map(math.prod, shapes))
-        shares = []
-        for replicas in REPLICAS:
-            kept = [
-                math.prod(s) / ShardSpec.for_shape(s, replicas).num_shards
-                for s in shapes
-            ]
-            shares.append(f"{sum(kept) / size:.1%}")
-        print(f"| {name} | {size:,} | {' | '.join(shares)} |", flush=True)
-    ideal = (f"{1 / replicas:.1%}" for replicas in REPLICAS)
-    print(f"| all in N parts | | {' | '.join(ideal)} |")
+        line = [name]
+        for count in REPLICAS:
+            specs = [ShardSpec.for_shape(shape, count) for shape in shapes]
+            pairs = zip(shapes, specs, strict=True)
+            kept = sum(math.prod(shape) / spec.num_shards for shape, spec in pairs)
+            line.append(f"{kept / sum(map(math.prod, shapes)):.1%}")
+        lines.append(line)
+    lines.append(["all in N parts", *(f"{1 / count:.1%}" for count in REPLICAS)])
+    print(markdown(["", *(f"N = {count}" for count in REPLICAS)], lines))
 
 
 if __name__ == "__main__":
