@@ -178,10 +178,16 @@ def claim_rank(
     try:
         return reserve_name(hashlib.blake2b(run, digest_size=16).hexdigest())
     except OSError:
-        worker = claim["names"][claim["rank"]]
+        worker, hint = claim["names"][claim["rank"]], ""
+        if "__mp_main__" in sys.modules:
+            hint = (
+                ". This one was spawned by `multiprocessing`, and runs the program "
+                "again: indent what it should not run under `if __name__ == "
+                '"__main__":`'
+            )
         raise ClusterError(
             f"{worker} cannot join at {join_host_port(*address)}: another process of "
-            f"this machine has already joined as {worker}"
+            f"this machine has already joined as {worker}{hint}"
         ) from None
 
 

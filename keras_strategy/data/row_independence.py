@@ -139,10 +139,8 @@ class _StateDigest(pickle.Pickler):
         if is_torch_generator or issubclass(type(thing), _GENERATORS):
             self.generators.append(thing)
         try:
-            if isinstance(thing, type):
-                described = [thing.__qualname__, *_class_attributes(thing)]
-            elif isinstance(thing, types.FunctionType):
-                described = [thing.__qualname__, *_function_variables(thing)]
+            if isinstance(thing, type | types.FunctionType):
+                described = [thing.__qualname__, *_references(thing)]
             elif is_torch_generator:
                 described = thing.get_state().numpy()
             elif hasattr(thing, "data_ptr"):  # a tensor
@@ -163,21 +161,19 @@ def _is_users(file: str | None) -> bool:
     return file is not None and not file.startswith((*_LIBRARIES, "<frozen"))
 
 
-def _class_attributes(cls: type) -> Iterator[Any]:
-    for parent in cls.__mro__:
-        module = sys.modules.get(parent.__module__)
-        if _is_users(getattr(module, "__file__", None)):
-            yield {k: v for k, v in vars(parent).items() if k != "__dict__"}
-
-
-def _function_variables(function: types.FunctionType) -> Iterator[Any]:
-    if not _is_users(function.__code__.co_filename):
-        return
-    yield function.__defaults__
-    codes = [function.__code__]
-    for code in codes:  # and those of functions inside
-        codes += filter(inspect.iscode, code.co_consts)
-        yield [function.__globals__.get(name) for name in code.co_names]
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not assigned yet
-            yield cell.cell_contents
+def _references(code: Any) -> Iterator[Any]:
+    """Yield what the user's class or function can change."""
+    if isinstance(code, type):
+        for parent in code.__mro__:
+            module = sys.modules.get(parent.__module__)
+            if _is_users(getattr(module, "__file__", None)):
+                yield {k: v for k, v in vars(parent).items() if k != "__dict__"}
+    elif _is_users(code.__code__.co_filename):
+        yield code.__defaults__
+        parts = [code.__code__]
+        for part in parts:  # and those of functions inside
+            parts += filter(inspect.iscode, part.co_consts)
+            yield [code.__globals__.get(name) for name in part.co_names]
+        for cell in code.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not assigned yet
+                yield cell.cell_contents

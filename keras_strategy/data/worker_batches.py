@@ -12,12 +12,10 @@ so that the exchange overlaps with compute.
 import functools
 import itertools
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from keras import tree
 
 from keras_strategy.cluster.membership import Cluster
@@ -58,29 +56,9 @@ def warn_once(cluster: Cluster | None, message: str) -> None:
         logger.warning(message, cluster.size, cluster.size)
 
 
-class _RowSample:
-    """Sample of the rows read so far, by their checksums, in whatever order."""
-
-    def __init__(self):
-        self._counts, self._batches = Counter[int](), 0
-
-    def add(self, *batches: Any) -> list[int]:
-        """Return rows read once so far, after 1, 2, 4, 8 ... calls; else none."""
-        for batch in batches:
-            checksums = consistency.row_checksums(batch)
-            rows, counts = np.unique(checksums, return_counts=True)
-            for row, count in zip(rows[:8], counts[:8], strict=True):
-                self._counts[int(row)] += int(count)
-        self._counts = Counter(dict(sorted(self._counts.items())[:8]))
-        self._batches += 1
-        is_due = not self._batches & (self._batches - 1)
-        return [row for row, count in self._counts.items() if is_due and count == 1]
-
-
-def _warn_if_same_rows(cluster: Cluster, samples: Sequence[list[int]]) -> None:
-    # One equal row may be chance, such as one of zeros.
-    first, *others = map(set, samples)
-    if len(samples) == cluster.size and all(len(first & o) > 1 for o in others):
+def _warn_if_same_rows(cluster: Cluster, digests: Sequence[str]) -> None:
+    # Without a digest there are only dashes.
+    if len(digests) == cluster.size and len({"", *digests}) == 2:
         warn_once(cluster, _SAME_ROWS)
 
 
@@ -186,13 +164,14 @@ class PerWorkerBatches:
     def __iter__(self) -> Iterator[LocalRows]:
         # Now rather than with the first batch: starting may draw random numbers.
         iterator = iter(self.batches)
-        cluster, last, sample = self.cluster, None, _RowSample()
+        cluster, last = self.cluster, None
 
         def describe(batch):
             if batch is None:
                 return "never" if last is None else "no more"
             layouts = [_layout(leaf, 1) for leaf in tree.flatten(batch)]
-            return [count_rows(batch), sample.add(batch), *layouts]
+            digest = digest_of(batch) if last is None else ""
+            return [count_rows(batch), digest, *layouts]
 
         def accept(batch, answers):
             nonlocal last
@@ -309,12 +288,12 @@ def synchronize_rounds(
     # A worker that has no more continues with empty elements, as replicas without an
     # element in a last round do. Unless elements may have fewer rows than others
     # (`partial`), such a round is dropped.
-    empty, sample = ReplicaParts(), _RowSample()
+    empty = ReplicaParts()
 
     def describe(parts):
         if parts is not None:
             layouts = [[_layout(x) for x in tree.flatten(part)] for part in parts]
-            return [layouts, sample.add(*parts)]
+            return [layouts, "" if empty else digest_of(list(parts))]
         if not partial:
             return "none"
         return "empty" if empty else "never"

@@ -1,9 +1,11 @@
 """What workers read, in functions as those of `jobs`."""
 
+import itertools
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import keras_strategy as ks
 from tests.distributed.jobs import digits, in_charge
@@ -99,6 +101,35 @@ def loaders(alone: bool = False) -> dict:
             parts.append(strategy.experimental_local_results(x))
         note("indexed loop", rows, [])
     return {"read": read, "results": results}
+
+
+def skip_batches(native: bool = False) -> dict:
+    """What each worker reports that skips another batch of its loop than the other."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+
+    def step(x):
+        total = keras.ops.sum(x)
+        return ks.get_replica_context().all_reduce("SUM", total)
+
+    data: Any = [np.full(4, i, "float32") for i in range(4)]
+    if native:
+        import tensorflow as tf
+
+        data = tf.data.Dataset.from_tensor_slices(np.stack(data))
+    dataset = strategy.experimental_distribute_dataset(data)
+    totals = []
+    for _ in range(2):
+        for x in itertools.islice(dataset, 1, None, 2):
+            total = strategy.run(step, (x,))
+            totals.append(float(strategy.experimental_local_results(total)[0]))
+    steps = 0
+    with pytest.raises(ks.errors.WorkersDifferError) as error:
+        for number, x in enumerate(dataset):
+            if number != 2 - rank:
+                strategy.run(step, (x,))
+                steps += 1
+    return {"equal": totals, "steps": steps, "error": str(error.value)}
 
 
 def policies(folder: str) -> dict:

@@ -175,7 +175,7 @@ def cells(source: str) -> list[tuple[str, bool]]:
     return [(kind, shuffle) for kind in draws for shuffle in (False, True)]
 
 
-def fit_cells(source: str, alone: bool = False) -> dict[tuple[str, bool], Any]:
+def fit_cells(source: str, alone: bool) -> dict[tuple[str, bool], Any]:
     """Return the weights after a `fit` of each cell, or the error's name."""
     results: dict[tuple[str, bool], Any] = {}
     strategy, _ = in_charge(alone)

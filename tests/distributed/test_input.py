@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_strategy.testing import WorkerFailed
 from tests.distributed import input_jobs, jobs
 
 
@@ -19,6 +20,7 @@ def results(in_turns, tmp_path_factory):
     calls = {
         "own": (jobs.datasets_of_their_own, {}),
         "failing": (jobs.sources_that_fail, {}),
+        "skipped": (input_jobs.skip_batches, {}),
     }
     if importlib.util.find_spec("torch"):
         calls["loaders"] = input_jobs.loaders, {}
@@ -55,6 +57,20 @@ def test_read_error_of_one_worker_reaches_all(results):
         assert said.startswith("WorkerReadError: 'worker 1' could not read the next ")
     for said in first + second:
         assert "the disk is gone" in said
+
+
+def test_run_of_different_batches_is_reported(results):
+    for result in results["skipped"]:
+        assert result["equal"] == [4.0, 12.0] * 2
+        assert result["steps"] == 2
+        numbers = "elements of these numbers: worker 0: 1, worker 1: 2."
+        assert numbers in result["error"]
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="native tf.data")
+def test_run_of_different_native_batches_is_reported(two_workers):
+    with pytest.raises(WorkerFailed, match="`strategy.run`, worker 1: `the next elem"):
+        two_workers.run(input_jobs.skip_batches, native=True)
 
 
 def test_worker_reads_local_rows_of_loader(results):
