@@ -178,16 +178,12 @@ def claim_rank(
     try:
         return reserve_name(hashlib.blake2b(run, digest_size=16).hexdigest())
     except OSError:
-        worker, hint = claim["names"][claim["rank"]], ""
-        if "__mp_main__" in sys.modules:
-            hint = (
-                ". This one was spawned by `multiprocessing`, and runs the program "
-                "again: indent what it should not run under `if __name__ == "
-                '"__main__":`'
-            )
+        worker = claim["names"][claim["rank"]]
         raise ClusterError(
             f"{worker} cannot join at {join_host_port(*address)}: another process of "
-            f"this machine has already joined as {worker}{hint}"
+            f"this machine has already joined as {worker}. If `multiprocessing` "
+            "spawned this one, it runs the program again: put what only the first may "
+            'run under `if __name__ == "__main__":`'
         ) from None
 
 

@@ -58,7 +58,8 @@ def warn_once(cluster: Cluster | None, message: str) -> None:
 
 def _warn_if_same_rows(cluster: Cluster, digests: Sequence[str]) -> None:
     # Without a digest there are only dashes.
-    if len(digests) == cluster.size and len({"", *digests}) == 2:
+    found = {digest.strip("-") for digest in digests}
+    if len(digests) == cluster.size and len(found) == 1 and found != {""}:
         warn_once(cluster, _SAME_ROWS)
 
 
@@ -105,25 +106,19 @@ class SynchronizedBatches:
                 f"of rows: {self.cluster.format_by_worker(rows)}."
             )
         orders, digests = ([answer[i] for answer in answers] for i in (1, 2))
-        if len(set(orders)) > 1:
+        if len(set(orders)) > 1 or len(set(filter(None, digests))) > 1:
+            received = self.cluster.format_by_value(" ".join(a[1:]) for a in answers)
             raise WorkerInputError(
-                "All workers must read in the same order: each reads its own rows of "
-                "every batch. Received a batch of different rows on some workers "
-                "(digests of their indices by worker: "
-                f"{self.cluster.format_by_value(orders)}). If a sampler has its own "
-                "generator, give it the same seed on all workers."
-            )
-        if len(set(filter(None, digests))) > 1:
-            raise WorkerInputError(
-                "All workers must be given the same batches: each computes on its own "
-                "rows of every batch. Received different values (digests by worker: "
-                f"{self.cluster.format_by_value(digests)}). If they are shuffled or "
+                "All workers must be given the same batches, in the same order: each "
+                "computes on its own rows of every batch. Received different rows or "
+                f"values (digests by worker: {received}). If they are shuffled or "
                 "drawn at random, a seed is missing: call "
                 "`keras.utils.set_random_seed(...)` before the dataset is made, pass "
-                "`shuffle(..., seed=...)`, and draw for row i from "
-                "`np.random.default_rng([seed, i])`. If each worker may draw its own "
-                "numbers, declare the dataset `keras_strategy.row_independent`. Use "
-                "`AutoShardPolicy.OFF` only if each worker already has its own rows."
+                "`shuffle(..., seed=...)` or the same generator to a sampler, and draw "
+                "for row i from `np.random.default_rng([seed, i])`. If each worker may "
+                "draw its own numbers, declare the dataset "
+                "`keras_strategy.row_independent`. Use `AutoShardPolicy.OFF` only if "
+                "each worker already has its own rows."
             )
         if self.warn_full_reads and not isinstance(batch, LocalRows):
             warn_once(self.cluster, FULL_READS)

@@ -179,7 +179,7 @@ client.exchange("after")
     for rank, (status, errors) in enumerate(processes.end(0, 1)):
         assert status == 0
         name = ("chief", "worker 0")[rank]
-        assert f"has already joined as {name}. This one was spawned" in errors
+        assert f"has already joined as {name}. If `multiprocessing`" in errors
         assert 'under `if __name__ == "__main__":`' in errors
 
 

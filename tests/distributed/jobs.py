@@ -747,6 +747,12 @@ def fits_that_differ() -> dict[str, str]:
         arguments = {"epochs": 1, "verbose": 2 * last, **arguments}
         return told(made(optimizer, activation, loss).fit, *mine, **arguments)
 
+    def said_of_words(words):
+        model = made(sgd())
+        model.lookup = keras.layers.StringLookup()  # Keras needs TensorFlow for it
+        model.lookup.adapt(np.array(words))
+        return told(model.fit, x, y, verbose=0)
+
     def told(call, *args, **kwargs):
         try:
             call(*args, **kwargs)
@@ -796,10 +802,12 @@ def fits_that_differ() -> dict[str, str]:
         **{call.__name__: told(call, other) for call in on_batch},
         "rows": told(model.train_on_batch, x[: 4 + last], y[: 4 + last]),
         "Keras's": with_epsilon(lambda: told(model.evaluate, x, y)),
+        "vocabulary": said_of_words(["a", "c" if last else "b"]),
         "batches": said(sgd(), mine=(((a, y) for a in [other, x]),)),
         # What may differ.
         "watch": said(sgd(), callbacks=[] if last else [watch], epochs=2),
         "rate": said(sgd(0.1 if last else 0.2)),
+        "same vocabulary": said_of_words(["a", "b"]),
         "kinds": said(sgd(), mine=(pandas.DataFrame(x) if last else x, y)),
         "batch": told(model.train_on_batch, x, y),
     }

@@ -62,7 +62,7 @@ def test_shared_data_is_reported(results):
     assert chief["declared"] == []
     for result in (chief, other):
         for message in result["part"]:
-            assert "Received different values" in message
+            assert "Received different rows or values" in message
         (message,) = result["shuffled"]
         assert message.index("a seed is missing") < message.index("AutoShardPolicy.OFF")
         assert "must give shard r of 2" in result["wrong"][0]
