@@ -315,11 +315,11 @@ def loader_with_rows(loader: Any) -> Any:
     ):
         return loader
     found = _copies[loader] = copy.copy(loader)
-    watching = _WatchingCollate(loader)
+    sampler = _RowSampler(loader)
     vars(found).update(
-        batch_sampler=_RowSampler(loader.batch_sampler, watching),
-        collate_fn=watching,
-        worker_init_fn=watching.init_worker,
+        batch_sampler=sampler,
+        collate_fn=sampler.collate,
+        worker_init_fn=sampler.init_process,
     )
     return found
 
@@ -351,7 +351,7 @@ class LoaderRowReader:
         sampler, dataset = self.sampler, self._loader.dataset
         for data in batches:
             rows, bounds, has_all = requested.popleft()
-            has_changed = bool(sampler.watching.changed)
+            has_changed = bool(sampler.changed)
             if has_changed:
                 warn_once(context.get_strategy().extended.cluster, FULL_READS)
                 if not sampler.reads_all:
@@ -361,16 +361,30 @@ class LoaderRowReader:
 
 
 class _RowSampler:
-    """Batch sampler of a loader with rows: all of a batch, or those of this worker."""
+    """Batch sampler of a loader with rows: all of a batch, or those of this worker.
 
-    def __init__(self, batches: Any, watching: "_WatchingCollate"):
-        self._batches, self.watching = batches, watching
+    Its `collate` watches the dataset, in this or a loader's process.
+    """
+
+    def __init__(self, loader: Any):
+        self._batches, self._collate = loader.batch_sampler, loader.collate_fn
+        self._dataset, self._init = loader.dataset, loader.worker_init_fn
+        # True once reading has changed the dataset, in memory that processes share.
+        self.changed = sys.modules["torch"].zeros(1, dtype=bool)
+        self._has_processes = loader.num_workers > 0
+        if self._has_processes:
+            self.changed.share_memory_()
+        self._watch: StateWatch | None = None
         # Set while a `LoaderRowReader` starts.
         self.local_bounds: LocalBoundsFn | None = None
         # True if this worker reads all rows of each batch.
         self.reads_all = True
         # The global batches whose rows have not arrived yet, in order.
         self.requested: deque[_Requested] = deque()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a loader's process needs."""
+        return {**vars(self), "_batches": (), "local_bounds": None, "requested": None}
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -389,44 +403,27 @@ class _RowSampler:
                 requested.append((rows, bounds, self.reads_all))
                 if not self.reads_all:
                     first, end = rows_to_read(bounds)
-            self.watching.begin_batch()
+            if not self._has_processes:
+                self._begin()
             yield rows[first:end]
 
-
-class _WatchingCollate:
-    """A loader's `collate_fn` that watches the dataset, in this or a loader's process.
-
-    Attributes:
-        changed: True once reading has changed the dataset, in shared memory.
-    """
-
-    def __init__(self, loader: Any):
-        self._collate, self._dataset = loader.collate_fn, loader.dataset
-        self._init, self._has_processes = loader.worker_init_fn, loader.num_workers > 0
-        self.changed = sys.modules["torch"].zeros(1, dtype=bool)
-        if self._has_processes:
-            self.changed.share_memory_()
-        self._watch: StateWatch | None = None
-
-    def init_worker(self, worker_id: int) -> None:
+    def init_process(self, worker_id: int) -> None:
         if self._init is not None:
             self._init(worker_id)
-        self._watch = StateWatch(self._dataset)
+        self._begin()
 
-    def begin_batch(self) -> None:
-        if self._has_processes or self.changed:
-            return
+    def _begin(self) -> None:
         if self._watch is None:
             self._watch = StateWatch(self._dataset)
-        else:
+        elif not self.changed:
             self._watch.begin()
 
-    def __call__(self, rows: Any) -> Any:
+    def collate(self, rows: Any) -> Any:
         batch = self._collate(rows)
         if self._watch is not None and not self.changed:
             self.changed |= self._watch.has_changed()
             if self._has_processes:
-                self._watch.begin()
+                self._begin()
         return batch
 
 
