@@ -416,6 +416,12 @@ class Engine(Protocol):
     ) -> Callable[..., Any]:
         """Implement `keras_strategy.value_and_grad`."""
 
+    def make_step_function(
+        self, strategy: Strategy, model: Any, kind: str, make: Callable[[], Any]
+    ) -> Any:
+        """Return the function of a batch for Keras's loop; `make` returns Keras's."""
+        # `kind` is "train", "test" or "predict".
+
     def patch_modules(self) -> Sequence[ModuleType]:
         """Return the modules that patch Keras for this backend, in install order."""
 

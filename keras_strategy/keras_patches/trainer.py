@@ -13,6 +13,7 @@ import numpy as np
 
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import setattr_hooks
+from keras_strategy.core.registry import get_engine
 from keras_strategy.data.sources import prefetch_disabled, stop_prefetchers_on_exit
 from keras_strategy.keras_patches import consistency as mirror_consistency
 from keras_strategy.keras_patches import data_adapters
@@ -24,7 +25,6 @@ from keras_strategy.keras_patches.patch import (
     hook,
     in_scope,
     model_hook,
-    model_on_replicas,
 )
 from keras_strategy.keras_patches.resume import back_up_fit
 from keras_strategy.keras_patches.variables_optimizers import adopt_variables
@@ -334,20 +334,28 @@ def _recorded(iterator: Any, batches: list[Any]) -> Iterator[tuple[int, int, lis
 @model_hook(
     ("make_train_function", "make_test_function", "make_predict_function"),
     "(self, force=False)",
-    when=model_on_replicas,
+    when=strategy_of_model,
 )
 def _make_function(original, strategy, self, force=False):
-    """Warn about a slow first step, for example during compilation."""
+    """Create a function that runs a batch on the replicas."""
     kind = original.__name__.split("_")[1]
     name = f"{kind}_function"
     before = getattr(self, name)
-    result = original(self, force)
-    step = getattr(self, name)
-    if step is before:
-        return result
+    if before is not None and not force:
+        return original(self)
+
+    def make():
+        original(self, force)
+        return getattr(self, name)
+
+    step = get_engine().make_step_function(strategy, self, kind, make)
+    setattr(self, name, step)
+    if strategy.num_replicas_in_sync == 1:
+        return step
     if kind == "train":
         report_normalizations(strategy, self)
 
+    # A first step may be slow, for example during compilation.
     what = f"{kind} step of the model '{self.name}'"
     cluster = strategy.extended.cluster
     first_steps = [functools.partial(run_first_step, step, what, cluster)]
@@ -361,7 +369,7 @@ def _make_function(original, strategy, self, force=False):
 
     this = weakref.ref(first)  # JAX reuses programs of steps that a cycle keeps alive
     setattr(self, name, first)
-    return first if result is step else result
+    return first
 
 
 # Keras's names for what the scopes of strategies and replicas set in this thread.

@@ -21,7 +21,7 @@ import jax
 
 from benchmarks.memory import collectives
 from keras_strategy.backends.jax import patches_data
-from keras_strategy.backends.jax.state import assemble_locally
+from keras_strategy.backends.jax.variables import assemble_locally
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.values import PerReplica
 from tests.equality.compare import largest, scope

@@ -11,9 +11,16 @@ import keras
 from jax.core import Tracer
 from keras import tree
 
-from keras_strategy.backends.jax import connection, internals, patches, patches_data
+from keras_strategy.backends.jax import (
+    connection,
+    internals,
+    patches,
+    patches_data,
+    training,
+)
 from keras_strategy.backends.jax.distribution import in_program
 from keras_strategy.backends.jax.group import JaxReplicaGroup
+from keras_strategy.backends.jax.variables import OVERRIDDEN
 from keras_strategy.backends.threads import patches as thread_patches
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.context import DryRun
@@ -23,6 +30,7 @@ from keras_strategy.core.variable_components import ChildScope, unwrap_variables
 from keras_strategy.keras_patches import sharded_updates
 from keras_strategy.keras_patches.internals import current_stateless_scope
 from keras_strategy.keras_patches.random import dry_running
+from keras_strategy.keras_patches.variable_classes import check_overridden
 from keras_strategy.training.cross_device_ops import CrossDeviceOps
 from keras_strategy.values import DistributedValues, raise_not_a_tensor
 
@@ -139,7 +147,10 @@ class JaxEngine(Engine):
 
         return value_and_gradients
 
+    make_step_function: Any = staticmethod(training.make_step_function)
+
     def patch_modules(self) -> Sequence[ModuleType]:
+        check_overridden(OVERRIDDEN)
         # The patches of threads come last, so that they run before ours.
         return [patches, patches_data, thread_patches, sharded_updates]
 

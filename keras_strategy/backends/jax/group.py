@@ -42,6 +42,7 @@ from keras_strategy.backends.jax.state import (
     read_components,
     set_components,
 )
+from keras_strategy.backends.jax.variables import MirroredVariable
 from keras_strategy.backends.jax.virtual_replicas import check_deterministic
 from keras_strategy.backends.threads.patches import MergedScope
 from keras_strategy.cluster.membership import Cluster
@@ -56,6 +57,7 @@ from keras_strategy.core.variable_components import (
 from keras_strategy.data.distributed_dataset import EvenRows
 from keras_strategy.devices import LogicalDevices
 from keras_strategy.keras_patches.internals import current_stateless_scope, stored_value
+from keras_strategy.keras_patches.variable_classes import set_kind
 from keras_strategy.options import RunOptions
 from keras_strategy.training import ownership, reduction
 from keras_strategy.training.train_step import differing_rows_error
@@ -87,9 +89,13 @@ class JaxReplicaGroup(ComponentGroup):
     def scope(self) -> AbstractContextManager[Any]:
         return self.distribution.scope()
 
+    def note_created(self, variable: Any) -> None:
+        set_kind(variable, MirroredVariable)
+
     def adopt(self, variables: Sequence[Any]) -> None:
         variables = [v for v in variables if not internals.is_global_seed(v)]
         for variable in variables:
+            set_kind(variable, MirroredVariable)
             layout = self.distribution.get_variable_layout(variable)
             internals.set_layout(variable, layout)
         ownership.broadcast_from_chief(self._strategy, variables)

@@ -1,14 +1,11 @@
 """Patches of Keras on JAX: trainer, variables, optimizers and random numbers."""
 
-import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 from jax.core import Tracer
 from keras import tree
 from keras.optimizers import LossScaleOptimizer, Optimizer
@@ -22,15 +19,9 @@ from keras_strategy.backends.jax.distribution import (
     put,
     strategy_distribution,
 )
-from keras_strategy.backends.jax.patches_data import GlobalBatches, local_predictions
 from keras_strategy.backends.jax.replica import JaxReplica, TracedMergedScope
-from keras_strategy.backends.jax.state import (
-    LocalShards,
-    discard_note,
-    forbid_donation,
-    gather_variable,
-)
-from keras_strategy.backends.jax.training import VirtualFunction, on_one_device
+from keras_strategy.backends.jax.state import LocalShards
+from keras_strategy.backends.jax.training import on_one_device
 from keras_strategy.core import context
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.keras_patches.internals import current_stateless_scope, stored_value
@@ -38,7 +29,6 @@ from keras_strategy.keras_patches.patch import (
     find_module,
     hook,
     in_replica,
-    in_scope_of_workers,
     model_hook,
     multi_replica_only,
 )
@@ -48,9 +38,7 @@ from keras_strategy.keras_patches.random import (
     set_global_generator,
 )
 from keras_strategy.keras_patches.sharded_updates import ShardedUpdateScope
-from keras_strategy.training import ownership
-from keras_strategy.training.ownership import strategy_of_model, strategy_of_variable
-from keras_strategy.training.saving import overridden_value
+from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.sharding import (
     creating_slots,
     dimension_to_shard,
@@ -132,71 +120,6 @@ def _get_jax_state(
     return state
 
 
-@model_hook(
-    ("make_train_function", "make_test_function", "make_predict_function"),
-    "(self, force=False)",
-    when=_wrapping_distribution,
-)
-def _make_function(original, distribution, self, force=False):
-    """Wrap the step function for several workers or a home device, or replace it."""
-    # Workers report where they wait, and the outputs are replicated on all workers,
-    # since Keras or a callback reads them. Variables on a home device are copied to all
-    # devices and back.
-    kind = original.__name__.split("_")[1]
-    before = getattr(self, f"{kind}_function")
-    if distribution.per_device is None:
-        original(self, force)
-        function = getattr(self, f"{kind}_function")
-    elif before is None or force:
-        function = VirtualFunction(self, kind, distribution)
-    else:
-        return
-    if function is before:
-        return
-    if distribution.home is not None:
-        function = _home_step(function, kind, distribution)
-    elif distribution.cluster is not None:
-        function = _multi_worker_step(function, kind, distribution)
-    setattr(self, f"{kind}_function", function)
-
-
-def _home_step(step: Callable, kind: str, distribution: Any) -> Callable:
-    def function(state, iterator):
-        # Keras's program takes variables on all devices.
-        outputs, state = step(distribution.from_home(state), iterator)
-        return outputs, distribution.to_home(state)
-
-    return function
-
-
-def _multi_worker_step(step: Callable, kind: str, distribution: Any) -> Callable:
-    client = distribution.cluster.client
-    previous: list[Any] = []
-
-    def function(state, iterator):
-        with client.track_operation(f"the {kind} step"):
-            # Python prepares one step while the devices run the previous one.
-            jax.block_until_ready(previous)
-            outputs, state = step(state, iterator)
-            rows = isinstance(iterator, GlobalBatches) and iterator.pop_consumed()
-            if rows and kind == "predict":
-                select = functools.partial(local_predictions, distribution, rows)
-                outputs = tree.map_structure(select, outputs)
-            else:
-                outputs = tree.map_structure(replicate, outputs)
-            previous[:] = [outputs]
-            if kind == "predict" or distribution.synchronous:
-                jax.block_until_ready(outputs)
-        return outputs, state
-
-    def replicate(x):
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            return put(x, distribution.everywhere)
-        return x
-
-    return function
-
-
 @model_hook("_get_metrics_result_or_logs", "(self, logs)", when=_wrapping_distribution)
 def _get_metrics_result_or_logs(original, distribution, self, logs):
     """Wait for the last step's outputs, which `fit` reads here."""
@@ -255,48 +178,6 @@ def _is_strategy_sharding(sharding: Any) -> bool:
     )
 
 
-@hook(keras.Variable, "_initialize", "(self, value)", when=in_scope_of_workers)
-def _initialize(original, strategy, self, value):
-    """Use the chief's initial value on every worker."""
-    original(self, value)
-    if not isinstance(self._value, Tracer):
-        ownership.pending_values.append((strategy, self))
-
-
-@hook(
-    keras.Variable,
-    "_initialize_with_initializer",
-    "(self, initializer)",
-    when=in_scope_of_workers,
-)
-def _initialize_with_initializer(original, strategy, self, initializer):
-    """Use the chief's initial value of a very large variable, too."""
-    # Keras makes each process draw its shards with its own seed. An initializer with an
-    # argument `layout` is called as Keras does.
-    if "layout" in inspect.signature(initializer).parameters:
-        original(self, initializer)
-        return
-    value = initializer(self._shape, dtype=self._dtype)
-    self._initialize(self._convert_to_tensor(value))
-
-
-@hook(keras.Variable, "value", None)
-def _value(original, self):
-    """Do not donate an array after it was read, because the reader may keep it."""
-    # Also broadcast pending initial values before the first read.
-    if ownership.pending_values and current_stateless_scope() is None:
-        ownership.broadcast_pending_values()
-    forbid_donation(self)
-    return original(self)
-
-
-@hook(keras.Variable, "__reduce_ex__", "(self, protocol, /)")
-def _reduce_ex(original, self, protocol):
-    """Do not donate the array of a copied variable, which may share it."""
-    discard_note(self)
-    return original(self, protocol)
-
-
 @hook(
     LossScaleOptimizer,
     "_common_apply",
@@ -344,17 +225,6 @@ def _slot_sharding_distribution() -> Any:
     return distribution if distribution is not None and distribution.shard else None
 
 
-@multi_replica_only
-def _variable_sharding_distribution(variable: Any) -> Any:
-    """Return the distribution of a variable that several workers shard."""
-    array = stored_value(variable)
-    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
-        return None
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return None
-    return strategy_of_variable(variable).extended.group.distribution
-
-
 @hook(Optimizer, "add_variable", ("shape",), when=_slot_sharding_distribution)
 def _add_variable(original, distribution, self, *args, **kwargs):
     """Shard optimizer slots when they are created."""
@@ -363,22 +233,6 @@ def _add_variable(original, distribution, self, *args, **kwargs):
         variable = original(self, *args, **kwargs)
     mark_as_slot(variable)
     return variable
-
-
-@hook(
-    keras.Variable,
-    "__array__",
-    "(self, dtype=None)",
-    when=_variable_sharding_distribution,
-)
-def _array(original, distribution, self, dtype=None, copy=None):
-    """Gather a variable that several workers shard, when it is saved or read."""
-    # A collective, unless each worker holds all shards.
-    override = overridden_value(self)
-    if override is not None:
-        return np.array(override, dtype)
-    local, *_ = distribution.local_shards(gather_variable(self, distribution))
-    return np.array(local, dtype)  # always a copy
 
 
 class _ShardsScope(ShardedUpdateScope):

@@ -24,9 +24,9 @@ from keras_strategy.backends.jax.state import (
     LocalShards,
     aggregate,
     array_with_value,
-    forbid_donation,
     read_components,
 )
+from keras_strategy.backends.jax.variables import forbid_donation
 from keras_strategy.backends.threads.patches import (
     ReplicaScope,
     Settings,

@@ -34,6 +34,7 @@ from keras_strategy.backends.jax.compile_cache import (
 )
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution
 from keras_strategy.backends.jax.replica import EagerReplica, JaxReplica, ThreadScope
+from keras_strategy.backends.jax.variables import discard_note
 from keras_strategy.backends.jax.virtual_replicas import VirtualProgram
 from keras_strategy.backends.threads.patches import (
     copy_settings,
@@ -519,7 +520,7 @@ class Runner:
         """Return the arrays of the written, local and read variables."""
         distribution = self._distribution
         for variable in program.foreign:
-            state.discard_note(variable)  # its array may be on other devices
+            discard_note(variable)  # its array may be on other devices
         return (
             state.donatable_arrays(program.written, distribution),
             [state.replica_values(v, distribution) for v in program.local],

@@ -14,59 +14,28 @@ aggregation "none" the variable reads as replica 0's value.
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from keras_strategy.backends.jax import internals
 from keras_strategy.backends.jax.collectives import sum_fn
 from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
+from keras_strategy.backends.jax.variables import (
+    array_notes,
+    gather_variable,
+    no_array,
+)
 from keras_strategy.backends.threads.patches import unbuilt_variable_error
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.training.sharding import dimension_to_shard
 from keras_strategy.training.variable_sync import is_sync_on_read, split_assigned_value
 
-_NOTE, _REPLICA_VALUES = "_ks_array_note", "_ks_replica_values"
-_get_note: Callable[[Any], Any] = attrgetter(_NOTE)
-
-# A reference that equals no array.
-_no_array: Callable[[], Any] = object
-
-
-class ArrayNote:
-    """Weak references to the array that a variable holds; they match no later one."""
-
-    __slots__ = ("donatable", "placed")
-
-    def __init__(self):
-        # The array, if a program may donate it.
-        self.donatable: Callable[[], Any] = _no_array
-        # The array, if it has the sharding that programs need.
-        self.placed: Callable[[], Any] = _no_array
-
-
-def _array_notes(variables: Sequence[Any]) -> list[ArrayNote]:
-    try:
-        return list(map(_get_note, variables))
-    except AttributeError:  # a variable without a note
-        return [vars(v).setdefault(_NOTE, ArrayNote()) for v in variables]
-
-
-def forbid_donation(variable: Any) -> None:
-    """Record that other code may hold the variable's array or a part of it."""
-    note = vars(variable).get(_NOTE)
-    if note is not None:
-        note.donatable = _no_array
-
-
-def discard_note(variable: Any) -> None:
-    vars(variable).pop(_NOTE, None)
+_REPLICA_VALUES = "_ks_replica_values"
 
 
 def donatable_arrays(
@@ -75,7 +44,7 @@ def donatable_arrays(
     """Return the arrays of distinct variables, for a program that may delete them."""
     arrays = list(map(stored_value, variables))
     # No function call per variable, here and below: there may be hundreds.
-    for i, note in enumerate(_array_notes(variables)):
+    for i, note in enumerate(array_notes(variables)):
         array = arrays[i]
         if array is None or note.donatable() is not array:
             arrays[i] = jnp.copy(_placed(variables[i], distribution))
@@ -87,19 +56,19 @@ def readable_arrays(
 ) -> list[jax.Array]:
     """Return the arrays of variables that a program only reads."""
     arrays = list(map(stored_value, variables))
-    for i, note in enumerate(_array_notes(variables)):
+    for i, note in enumerate(array_notes(variables)):
         array = arrays[i]
         if array is None or note.placed() is not array:
             placed = _placed(variables[i], distribution)
             if placed is array:
-                note.placed, note.donatable = weakref.ref(placed), _no_array
+                note.placed, note.donatable = weakref.ref(placed), no_array
             arrays[i] = placed
     return arrays
 
 
 def set_program_outputs(variables: Sequence[Any], arrays: Sequence[jax.Array]) -> None:
     internals.set_arrays(variables, arrays)
-    for note, array in zip(_array_notes(variables), arrays, strict=True):
+    for note, array in zip(array_notes(variables), arrays, strict=True):
         note.donatable = note.placed = weakref.ref(array)
 
 
@@ -250,31 +219,6 @@ class LocalShards:
             )
             for x, d in zip(tensors, dims, strict=True)
         ]
-
-
-def assemble_locally(array: jax.Array) -> np.ndarray | None:
-    """Assemble an array of which every process holds all shards; None otherwise."""
-    by_process: dict[int, set[str]] = {}
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
-        by_process.setdefault(device.process_index, set()).add(str(index))
-    if len(set(map(frozenset, by_process.values()))) > 1:
-        return None
-    result = np.empty(array.shape, array.dtype)
-    for shard in {str(s.index): s for s in array.addressable_shards}.values():
-        result[shard.index] = shard.data
-    return result
-
-
-def gather_variable(variable: Any, distribution: ReplicaDistribution) -> jax.Array:
-    """Gather a variable on every device, outside of programs."""
-    array = stored_value(variable)
-    if distribution.cluster is None:
-        return put(array, distribution.everywhere)
-    local = assemble_locally(array)
-    if local is not None:  # no collective is necessary
-        return put(local, distribution.everywhere)
-    with distribution.cluster.client.track_operation(f"gathering '{variable.path}'"):
-        return jax.block_until_ready(put(array, distribution.everywhere))
 
 
 def read_components(

@@ -4,8 +4,9 @@ Without them a step is one program over the rows of the global batch, in which X
 in an order that depends on the devices.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,16 @@ from keras import ops, tree
 from keras_strategy.audit.policy import RowPolicy
 from keras_strategy.backends.jax import internals
 from keras_strategy.backends.jax.collectives import LocalBatches, ShardedPerReplica
-from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
-from keras_strategy.backends.jax.patches_data import PartialBatchList
+from keras_strategy.backends.jax.distribution import (
+    ReplicaDistribution,
+    put,
+    strategy_distribution,
+)
+from keras_strategy.backends.jax.patches_data import (
+    GlobalBatches,
+    PartialBatchList,
+    local_predictions,
+)
 from keras_strategy.core.context import cross_replica_scope, distributed_replica
 from keras_strategy.core.step_state import RowRange
 from keras_strategy.keras_patches.internals import stored_value
@@ -260,3 +269,61 @@ def on_one_device(variables: Sequence[Any]) -> AbstractContextManager[Any]:
     # On all devices, XLA may compile them differently for other numbers of devices.
     arrays = [stored_value(v).addressable_data(0) for v in variables]
     return keras.StatelessScope(state_mapping=list(zip(variables, arrays, strict=True)))
+
+
+def make_step_function(
+    strategy: Any, model: keras.Model, kind: str, make: Callable[[], Any]
+) -> Any:
+    """Wrap the function that `make` returns, or replace it for virtual replicas."""
+    # Workers report where they wait, and the outputs are replicated on all workers,
+    # since Keras or a callback reads them. Variables on a home device are copied to all
+    # devices and back.
+    distribution = strategy_distribution(strategy)
+    if distribution is None:
+        return make()
+    if distribution.per_device is None:
+        function = make()
+    else:
+        function = VirtualFunction(model, kind, distribution)
+    if distribution.home is not None:
+        return _home_step(function, distribution)
+    if distribution.cluster is not None:
+        return _multi_worker_step(function, kind, distribution)
+    return function
+
+
+def _home_step(step: Callable, distribution: Any) -> Callable:
+    def function(state, iterator):
+        # Keras's program takes variables on all devices.
+        outputs, state = step(distribution.from_home(state), iterator)
+        return outputs, distribution.to_home(state)
+
+    return function
+
+
+def _multi_worker_step(step: Callable, kind: str, distribution: Any) -> Callable:
+    client = distribution.cluster.client
+    previous: list[Any] = []
+
+    def function(state, iterator):
+        with client.track_operation(f"the {kind} step"):
+            # Python prepares one step while the devices run the previous one.
+            jax.block_until_ready(previous)
+            outputs, state = step(state, iterator)
+            rows = isinstance(iterator, GlobalBatches) and iterator.pop_consumed()
+            if rows and kind == "predict":
+                select = functools.partial(local_predictions, distribution, rows)
+                outputs = tree.map_structure(select, outputs)
+            else:
+                outputs = tree.map_structure(replicate, outputs)
+            previous[:] = [outputs]
+            if kind == "predict" or distribution.synchronous:
+                jax.block_until_ready(outputs)
+        return outputs, state
+
+    def replicate(x):
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return put(x, distribution.everywhere)
+        return x
+
+    return function

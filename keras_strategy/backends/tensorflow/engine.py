@@ -14,11 +14,17 @@ import tensorflow as tf
 from tensorflow.core.function import trace_type
 from tensorflow.python.eager import context
 
-from keras_strategy.backends.tensorflow import collectives, patches, patches_sharding
+from keras_strategy.backends.tensorflow import (
+    collectives,
+    patches,
+    patches_sharding,
+    training,
+)
 from keras_strategy.backends.tensorflow.connection import native_name
 from keras_strategy.backends.tensorflow.distributed_dataset import distribute
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 from keras_strategy.backends.tensorflow.random import DRAW_FUNCTIONS
+from keras_strategy.backends.tensorflow.variables import OVERRIDDEN
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.context import DryRun
 from keras_strategy.core.protocols import Engine, Strategy
@@ -28,6 +34,7 @@ from keras_strategy.devices import canonical_device
 from keras_strategy.keras_patches import sharded_slots, sharded_updates
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.random import dry_running
+from keras_strategy.keras_patches.variable_classes import check_overridden
 from keras_strategy.options import InputOptions
 from keras_strategy.training.cross_device_ops import CrossDeviceOps
 from keras_strategy.training.random import EndOfDryRun
@@ -238,7 +245,10 @@ class TensorFlowEngine(Engine):
 
         return compute
 
+    make_step_function: Any = staticmethod(training.make_step_function)
+
     def patch_modules(self) -> Sequence[ModuleType]:
+        check_overridden(OVERRIDDEN)
         return [patches, patches_sharding, sharded_slots, sharded_updates]
 
     def random_state(self, seeded: bool = True) -> bytes | None:

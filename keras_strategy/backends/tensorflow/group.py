@@ -36,6 +36,7 @@ from keras_strategy.backends.tensorflow.replica import (
     gather_shards,
     local_shard,
 )
+from keras_strategy.backends.tensorflow.variables import MirroredVariable
 from keras_strategy.backends.threads.pool import propagate_interrupts
 from keras_strategy.core import context
 from keras_strategy.core.context import ReplicaContext
@@ -57,6 +58,7 @@ from keras_strategy.keras_patches.random import (
     set_global_generator,
 )
 from keras_strategy.keras_patches.sharded_slots import shard_adopted_slot
+from keras_strategy.keras_patches.variable_classes import set_kind
 from keras_strategy.options import RunOptions
 from keras_strategy.training import reduction, train_step, variable_sync
 from keras_strategy.training.compile_cache import CompileCache
@@ -103,9 +105,13 @@ class TensorFlowGroup(ComponentGroup):
     def scope(self):
         return self.native.scope()
 
+    def note_created(self, variable: Any) -> None:
+        set_kind(variable, MirroredVariable)
+
     def adopt(self, variables: Sequence[Any]) -> None:
         with tf.init_scope(), self.scope():
             for variable in variables:
+                set_kind(variable, MirroredVariable)
                 value = stored_value(variable)
                 if isinstance(value, tf.distribute.DistributedValues):
                     continue

@@ -18,14 +18,11 @@ from keras.optimizers import LossScaleOptimizer, Optimizer
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import cond_v2
 
-from keras_strategy.backends.tensorflow.tensors import sum_values
 from keras_strategy.backends.tensorflow.training import (
     MappedBatches,
     TrainingStrategy,
-    audit_first_call,
     make_traceable,
     remove_optionals,
-    sync_workers,
 )
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.core.per_replica_attributes import set_on_all_replicas
@@ -51,16 +48,15 @@ from keras_strategy.keras_patches.patch import (
     multi_replica_only,
 )
 from keras_strategy.keras_patches.random import keras_seeds
-from keras_strategy.training.ownership import check_owner, strategy_of_variable
+from keras_strategy.training.ownership import strategy_of_variable
 from keras_strategy.training.row_weights import (
     compute_average_loss,
     local_bounds,
     scale_regularization_loss,
 )
-from keras_strategy.training.saving import overridden_value
 from keras_strategy.training.sharding import flat_shards_of
 from keras_strategy.training.train_step import count_rows
-from keras_strategy.training.variable_sync import is_sync_on_read, no_value_error
+from keras_strategy.training.variable_sync import is_sync_on_read
 
 keras_losses = find_module("scale_loss_for_distribution", "keras.src.losses.loss")
 TFEpochIterator: Any = find_module(
@@ -90,108 +86,6 @@ def _direct_assign(original, self, value):
         original(self, value)
         return
     strategy.extended.group.assign(self, value)
-
-
-@hook(keras.Variable, "_initialize", "(self, value)", when=in_distributed_scope)
-def _initialize(original, strategy, self, value):
-    """Create a replica's variable on all devices, and split an on_read value."""
-    # So the first replica of a step can build layers, metrics and optimizers, which are
-    # built in their first call.
-
-    def initialize():
-        original(self, value)
-        if is_sync_on_read(self):
-            strategy.extended.group.split_initial_value(self)
-
-    replica: Any = in_replica()
-    if replica is None and tf.distribute.has_strategy():
-        initialize()
-        return
-    if replica is None:  # an optimizer is built in a step that runs whole
-        strategy.extended.group.call_outside(initialize)
-        return
-    if tf.is_tensor(value) and not isinstance(value, tf.Variable):
-        constant = tf.get_static_value(value)
-        if constant is None:
-            raise ValueError(
-                "The initial value of a variable that is created inside "
-                "`strategy.run` must not depend on the replica's data. Create the "
-                f"variable outside, or pass an initializer. Received: {value!r}"
-            )
-        value = constant
-    replica.once(initialize)
-
-
-@hook(
-    keras.Variable, "_map_aggregation", "(self, aggregation)", when=in_distributed_scope
-)
-def _map_aggregation(original, strategy, self, aggregation):
-    """Disable native aggregation of assignments."""
-    # `Variable.assign` aggregates before the write, including what native variables
-    # refuse: the mean of integers.
-    return original(self, aggregation if is_sync_on_read(self) else "none")
-
-
-@hook(keras.Variable, "value", None)
-def _value(original, self):
-    """Read one aggregated value of an on_read or sharded variable."""
-    # For "only_first_replica", native tf.distribute would read the first replica of
-    # each worker.
-    strategy = strategy_of_variable(self)
-    if strategy is None:
-        return original(self)
-    is_stateful = current_stateless_scope() is None
-    is_sharded = is_stateful and flat_shards_of(self) is not None
-    replica: Any = in_replica()
-    if replica is not None:
-        if self.aggregation == "sum":
-            replica.step.sum_variables_read.add(id(self))
-        running = replica.group.strategy
-        if is_sharded:
-            check_owner(running, self)
-            return self._maybe_autocast(replica.full_value(self))
-        if strategy is not running and is_stateful:
-            if is_sync_on_read(self):
-                check_owner(running, self)
-            elif replica.index >= len(strategy.extended.worker_devices):
-                # The variable has fewer components, which are all equal.
-                return self._maybe_autocast(strategy.extended.group.components(self)[0])
-        return original(self)
-    if not is_sharded and not is_sync_on_read(self):
-        return original(self)
-    if not is_sharded and self.aggregation == "none":
-        value = original(self)
-        if isinstance(value, tf.distribute.DistributedValues):
-            raise no_value_error(self)
-        return value
-    group: Any = strategy.extended.group
-    value = overridden_value(self)
-    if value is None and is_sharded:
-        value = group.full_value(self)
-    elif value is None:
-        is_first_only = self.aggregation == "only_first_replica"
-        if group.workers is None or not is_first_only or not is_stateful:
-            return original(self)
-        part = sum_values(group.local_summands(self))
-        value = group.workers.sum(f"the value of '{self.path}'", part)
-    return self._maybe_autocast(tf.convert_to_tensor(value))
-
-
-@hook(keras.Variable, "handle", None)
-def _handle(original, self):
-    """Explain why a gradient in cross-replica context fails."""
-    try:
-        return original(self)
-    except ValueError as error:
-        strategy = strategy_of_variable(self)
-        if strategy is None or strategy.num_replicas_in_sync == 1:
-            raise
-        raise RuntimeError(
-            f"TensorFlow uses the variable '{self.path}' of {strategy!r} in the "
-            "strategy's scope, but outside its replicas, where it is not a single "
-            "variable. Put the step into a function that `strategy.run` calls, or use "
-            "`keras_strategy.value_and_grad`."
-        ) from error
 
 
 # --- layers
@@ -244,35 +138,6 @@ def _scale_regularization_loss(original, replica, regularization_loss):
 def _distribute_strategy(original, strategy, self):
     """Give Keras's loop a stand-in for the native strategy."""
     return TrainingStrategy(strategy, self)
-
-
-@model_hook(
-    ("make_train_function", "make_test_function", "make_predict_function"),
-    "(self, force=False)",
-    when=model_on_replicas,
-)
-def _make_function(original, strategy, self, force=False):
-    """Disable XLA, which compiles for one device only, and synchronize workers."""
-    # On several workers, the function takes only batches that all workers have.
-    kind = original.__name__.split("_")[1]
-    if self.jit_compile:
-        logger.warning(
-            "jit_compile=True is not used for the model '%s': XLA cannot compile a "
-            "step of several devices on TensorFlow. The results are the same.",
-            self.name,
-        )
-        self.jit_compile = False
-    attribute = f"{kind}_function"
-    previous = getattr(self, attribute)
-    original(self, force)
-    function = getattr(self, attribute)
-    if function is previous:
-        return
-    group: Any = strategy.extended.group
-    if strategy.extended.cluster is not None:
-        function = sync_workers(function, group, self, kind)
-    scope = functools.partial(group.collective_scope, f"the audit of `{kind}_step`")
-    setattr(self, attribute, audit_first_call(function, strategy, self, kind, scope))
 
 
 @model_hook("get_metrics_result", "(self)", when=in_step)

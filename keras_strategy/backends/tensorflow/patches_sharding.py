@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 from keras import ops
 from keras.optimizers import Optimizer
@@ -15,7 +14,7 @@ from keras_strategy.backends.tensorflow.replica import (
 )
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.keras_patches.internals import stored_value
-from keras_strategy.keras_patches.patch import hook, multi_replica_only
+from keras_strategy.keras_patches.patch import hook
 from keras_strategy.keras_patches.sharded_slots import (
     apply_outside_replicas_error,
     optimizer_sharding_of,
@@ -26,9 +25,6 @@ from keras_strategy.keras_patches.sharded_updates import (
 )
 from keras_strategy.training.sharding import FlatShards, flat_shards_of
 from keras_strategy.values import ReduceOp
-
-# TensorFlow's key of a variable's value in a checkpoint.
-_VALUE = "VARIABLE_VALUE"
 
 
 class _VariableShard:
@@ -166,31 +162,3 @@ def _squared_norms(
         squares[index] = ops.cast(ops.sum(ops.square(gradient)), dtype)
     norms = replica.all_reduce(ReduceOp.SUM, tf.stack(squares))
     return [norms[index] for index in indices], tf.reduce_sum(norms)
-
-
-# --- native checkpoints
-
-
-@multi_replica_only
-def _shares(variable: Any) -> FlatShards | None:
-    """Return the elements of a sharded variable that each replica has, else None."""
-    return flat_shards_of(variable)
-
-
-@hook(keras.Variable, "_shared_name", None, when=_shares)
-def _shared_name(original, shares, self):
-    """Name the stored variable in a checkpoint, because the value is a tensor."""
-    return stored_value(self)._shared_name
-
-
-@hook(keras.Variable, "_serialize_to_tensors", "(self)", when=_shares)
-def _serialize_to_tensors(original, shares, self):
-    """Save full values in TensorFlow's checkpoints, for any number of replicas."""
-    return {_VALUE: self.value}
-
-
-@hook(keras.Variable, "_restore_from_tensors", "(self, restored_tensors)", when=_shares)
-def _restore_from_tensors(original, shares, self, restored_tensors):
-    """Restore each replica's shard from the full value."""
-    self.assign(restored_tensors[_VALUE])
-    return self.value

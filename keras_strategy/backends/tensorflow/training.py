@@ -355,3 +355,25 @@ def sync_workers(
         return outputs
 
     return predict if kind == "predict" else run_steps
+
+
+def make_step_function(
+    strategy: Strategy, model: keras.Model, kind: str, make: Callable[[], Any]
+) -> Any:
+    """Return a function of Keras's loop, from what `make` returns."""
+    # On several workers it takes only batches that all workers have.
+    if strategy.num_replicas_in_sync == 1:
+        return make()
+    if model.jit_compile:
+        logger.warning(
+            "jit_compile=True is not used for the model '%s': XLA cannot compile a "
+            "step of several devices on TensorFlow. The results are the same.",
+            model.name,
+        )
+        model.jit_compile = False
+    function = make()
+    group: Any = strategy.extended.group
+    if strategy.extended.cluster is not None:
+        function = sync_workers(function, group, model, kind)
+    scope = functools.partial(group.collective_scope, f"the audit of `{kind}_step`")
+    return audit_first_call(function, strategy, model, kind, scope)

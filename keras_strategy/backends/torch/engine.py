@@ -21,6 +21,7 @@ from keras_strategy.backends.torch import (
     patches_compiled,
     patches_optimizers,
     random,
+    training,
     variables,
 )
 from keras_strategy.backends.torch.group import TorchGroup, torch_device
@@ -173,6 +174,8 @@ class TorchEngine(Engine):
             return output, list(gradients)
 
         return value_and_gradients
+
+    make_step_function: Any = staticmethod(training.make_step_function)
 
     def patch_modules(self) -> Sequence[ModuleType]:
         variables.check_keras()

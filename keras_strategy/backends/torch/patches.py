@@ -11,7 +11,6 @@ import keras
 import torch
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from keras_strategy.backends.torch import state
@@ -24,7 +23,6 @@ from keras_strategy.backends.torch.sharding import (
     reading_leaves,
     unit_of,
 )
-from keras_strategy.backends.torch.training import BatchFunction
 from keras_strategy.core.context import distributed_replica
 from keras_strategy.data.indexed_dataset import LoaderRowReader
 from keras_strategy.keras_patches import data_adapters
@@ -39,7 +37,6 @@ from keras_strategy.keras_patches.patch import (
     in_distributed_scope,
     in_replica,
     in_step,
-    keras_changed_error,
     model_hook,
     multi_replica_only,
 )
@@ -203,31 +200,6 @@ def _call_module(original, replica, self, *args, training=None, **kwargs):
 
 
 # --- the trainer
-
-
-@model_hook(
-    ("make_train_function", "make_test_function", "make_predict_function"),
-    "(self, force=False)",
-)
-def _make_function(original, self, force=False):
-    """Create a function that runs a batch by `strategy.run`."""
-    kind = original.__name__.split("_")[1]
-    before = getattr(self, f"{kind}_function")
-    original(self, force)
-    strategy = strategy_of_model(self)
-    if strategy is None:
-        return
-    for name, value in vars(self).items():
-        if issubclass(type(value), DistributedDataParallel):
-            raise keras_changed_error(
-                "Model.make_train_function",
-                f"wraps a model in DistributedDataParallel (Model.{name}), although "
-                "the strategy distributes it",
-            )
-    if strategy.num_replicas_in_sync == 1:
-        return
-    if getattr(self, f"{kind}_function") is not before:
-        setattr(self, f"{kind}_function", BatchFunction(self, kind, strategy))
 
 
 @hook(TorchEpochIterator, "_get_iterator", "(self)", when=in_distributed_scope)

@@ -5,13 +5,14 @@ worker, reads them, which `BatchLogs` records.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import torch
 from keras import tree
+from torch.nn.parallel import DistributedDataParallel
 
 from keras_strategy.audit.policy import RowPolicy, take_own_rows, with_all_rows
 from keras_strategy.audit.snapshot import is_keras
@@ -20,6 +21,7 @@ from keras_strategy.backends.torch.compilation import CompiledModel
 from keras_strategy.core.step_state import LocalRows, RowRange
 from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.keras_patches.losses_metrics import is_known_step
+from keras_strategy.keras_patches.patch import keras_changed_error
 from keras_strategy.keras_patches.trainer import (
     BATCH_LOGS,
     build_compiled_metrics,
@@ -155,6 +157,23 @@ class BatchFunction:
             return torch.cat([value.to(device) for value in values])
 
         return tree.map_structure(gather, outputs)
+
+
+def make_step_function(
+    strategy: Any, model: keras.Model, kind: str, make: Callable[[], Any]
+) -> Any:
+    """Return a function that runs a batch by `strategy.run`; `make` returns Keras's."""
+    function = make()
+    for name, value in vars(model).items():
+        if issubclass(type(value), DistributedDataParallel):
+            raise keras_changed_error(
+                "Model.make_train_function",
+                f"wraps a model in DistributedDataParallel (Model.{name}), although "
+                "the strategy distributes it",
+            )
+    if strategy.num_replicas_in_sync == 1:
+        return function
+    return BatchFunction(model, kind, strategy)
 
 
 def _exchanges_alike(model: keras.Model, strategy: Any) -> bool:

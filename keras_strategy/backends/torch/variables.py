@@ -1,10 +1,8 @@
-"""Classes of the variables that a strategy with several replicas owns or has adopted.
+"""Classes of the variables of a strategy with several replicas.
 
-A variable gets its class when a scope creates it, or when a replica first uses it. All
-others keep Keras's methods. The methods that are overridden are checked like patches.
+The methods that are overridden are checked like patches.
 """
 
-import functools
 from typing import Any
 
 import keras
@@ -12,10 +10,15 @@ import keras
 from keras_strategy.backends.threads.patches import ReplicaScope
 from keras_strategy.keras_patches.internals import global_state
 from keras_strategy.keras_patches.patch import (
-    FunctionPatch,
     find_module,
     in_distributed_scope,
     keras_changed_error,
+)
+from keras_strategy.keras_patches.variable_classes import (
+    StrategyVariable,
+    check_overridden,
+    keras_value,
+    set_kind,
 )
 from keras_strategy.training import ownership
 from keras_strategy.training.saving import overridden_value
@@ -26,15 +29,10 @@ COMPONENTS = "_ks_components"
 AutocastScope: Any = find_module(
     "AutocastScope", "keras.src.backend.common.variables"
 ).AutocastScope
-# Not by `super`, which torch.compile cannot trace in a property.
-_keras_value: Any = keras.Variable.value.fget  # pyright: ignore
 
 
-class MirroredVariable(keras.Variable):
+class MirroredVariable(StrategyVariable):
     """A variable of which each replica has a component."""
-
-    kind: type["MirroredVariable"]
-    plain_class: type[keras.Variable]  # that it would have without a strategy
 
     @property
     def value(self) -> Any:
@@ -51,7 +49,7 @@ class MirroredVariable(keras.Variable):
             not isinstance(scope, ReplicaScope)
             or getattr(settings, "torch_device", None) != scope.device
         ):
-            return _keras_value(self)
+            return keras_value(self)
         components, tensor = self.__dict__.get(COMPONENTS), self._value
         if (
             components is None
@@ -66,13 +64,13 @@ class MirroredVariable(keras.Variable):
         ):
             tensor = scope.get_current_value(self)
             if tensor is None:
-                return _keras_value(self)
+                return keras_value(self)
         if getattr(settings, "autocast_scope", None) is None:
             return tensor  # what Keras returns after ten calls
         return self._maybe_autocast(tensor)
 
     def _cross_replica_value(self) -> Any:
-        return _keras_value(self)
+        return keras_value(self)
 
     def _initialize(self, value: Any) -> None:
         """Register the initial value, which becomes the chief's on every worker."""
@@ -93,13 +91,6 @@ class MirroredVariable(keras.Variable):
         else:
             components.assign(self, value)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # pickle does not find the class by its name.
-        make, args, *rest = super().__reduce_ex__(protocol)
-        if args[:1] != (type(self),):  # a custom class that reduces itself
-            return make, args, *rest
-        return _make, (make, self.kind, self.plain_class, *args[1:]), *rest
-
 
 class SyncOnReadVariable(MirroredVariable):
     """A variable of which each replica has its own value until it is read."""
@@ -107,7 +98,7 @@ class SyncOnReadVariable(MirroredVariable):
     def _cross_replica_value(self) -> Any:
         components = self.__dict__.get(COMPONENTS)
         if components is None:
-            return _keras_value(self)
+            return keras_value(self)
         value = overridden_value(self)
         if value is None:
             value = components.aggregated_value(self)
@@ -120,39 +111,22 @@ class ShardedVariable(MirroredVariable):
     @property
     def value(self) -> Any:
         if getattr(global_state.GLOBAL_STATE_TRACKER, "torch_device", None) == "meta":
-            return _keras_value(self)
+            return keras_value(self)
         full = self.__dict__[COMPONENTS].current_value(self)
-        return _keras_value(self) if full is None else self._maybe_autocast(full)
-
-
-@functools.cache
-def _class_of_kind(kind: Any, plain_class: Any) -> type[MirroredVariable]:
-    # What a custom class overrides comes first. Keras names a variable after its class.
-    bases = (kind,) if plain_class is keras.Variable else (plain_class, kind)
-    attributes = {"__qualname__": kind.__name__, "__module__": __name__}
-    attributes |= {"kind": kind, "plain_class": plain_class}
-    return type(plain_class.__name__, bases, attributes)
+        return keras_value(self) if full is None else self._maybe_autocast(full)
 
 
 def retype(variable: Any, kind: Any = None) -> None:
     """Make a variable one of a kind, by default that of its synchronization."""
     if kind is None:
         kind = SyncOnReadVariable if is_sync_on_read(variable) else MirroredVariable
-    cls: Any = type(variable)
-    plain_class = cls.plain_class if issubclass(cls, MirroredVariable) else cls
-    variable.__class__ = _class_of_kind(kind, plain_class)
-
-
-def _make(make: Any, kind: Any, plain_class: Any, *args: Any) -> Any:
-    return make(_class_of_kind(kind, plain_class), *args)
+    set_kind(variable, kind)
 
 
 def check_keras() -> None:
     """Raise `KerasVersionError` if Keras changed what the classes override or read."""
     method = "(self, value)"
-    overridden = {"value": None, "_initialize": method, "_direct_assign": method}
-    for name, signature in overridden.items():
-        FunctionPatch(keras.Variable, name, signature, check_keras).check()
+    check_overridden({"value": None, "_initialize": method, "_direct_assign": method})
     settings = global_state.GLOBAL_STATE_TRACKER
     names = ("stateless_scope", "autocast_scope", "torch_device")
     scope, cast = keras.StatelessScope(initialize_variables=False), AutocastScope(None)

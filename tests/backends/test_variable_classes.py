@@ -1,6 +1,7 @@
 """Variables of a strategy have classes of their own, and others are Keras's."""
 
 import copy
+import importlib
 import pickle
 import types
 
@@ -10,13 +11,15 @@ import pytest
 import keras_strategy as ks
 from keras_strategy.errors import KerasVersionError
 from keras_strategy.keras_patches.installation import all_patches
+from keras_strategy.keras_patches.variable_classes import StrategyVariable
+from keras_strategy.keras_patches.variables_optimizers import adopt
 from tests.core.test_variables import Doubled
 
-if keras.backend.backend() != "torch":
-    pytest.skip("for the torch backend", allow_module_level=True)
-
-from keras_strategy.backends.torch import variables  # noqa: E402
-
+BACKEND = keras.backend.backend()
+IS_TORCH = BACKEND == "torch"
+variables = importlib.import_module(f"keras_strategy.backends.{BACKEND}.variables")
+SHARD = "parameters" if IS_TORCH else "optimizer"
+only_torch = pytest.mark.skipif(not IS_TORCH, reason="of torch's variables")
 ON_READ = {"aggregation": "sum", "synchronization": "on_read", "trainable": False}
 
 
@@ -25,33 +28,36 @@ def test_few_methods_of_plain_variables_are_patched(two):
     replaced = {
         name
         for cls in keras.Variable.__mro__
+        if cls.__module__.startswith("keras.")
         for name, value in vars(cls).items()
         if isinstance(value, property | types.FunctionType)
         and hasattr(getattr(value, "fget", value), "__wrapped__")
     }
-    assert replaced == {"__init__", "assign", "assign_add", "assign_sub"}
+    # A replica of TensorFlow writes to variables of no strategy, too.
+    own = {"_direct_assign"} if BACKEND == "tensorflow" else set()
+    assert replaced == {"__init__", "assign", "assign_add", "assign_sub", *own}
 
 
 def test_kinds_of_variables(two):
     outside = keras.Variable(1.0)
     with two.scope():
         mirrored, on_read = keras.Variable(1.0), keras.Variable(1.0, **ON_READ)
-    shards = ks.MirroredStrategy(two.extended.worker_devices, shard="parameters")
+    shards = ks.MirroredStrategy(two.extended.worker_devices, shard=SHARD)
     with shards.scope():
         sharded = keras.Variable([1.0, 2.0])
-    assert type(outside) is keras.Variable
-    for variable, kind in (
-        (mirrored, variables.MirroredVariable),
-        (on_read, variables.SyncOnReadVariable),
-        (sharded, variables.ShardedVariable),
-    ):
+    assert type(outside) is type(keras.Variable(1.0))
+    assert not isinstance(outside, StrategyVariable)
+    kinds = "MirroredVariable", "SyncOnReadVariable", "ShardedVariable"
+    for variable, name in zip((mirrored, on_read, sharded), kinds, strict=True):
+        kind = getattr(variables, name if IS_TORCH else kinds[0])
         assert isinstance(variable, kind)
         assert type(variable).__qualname__ == kind.__name__
         assert type(variable).__name__ == "Variable"
-    two.run(lambda: outside + 1.0)
+    adopt(two, [outside])
     assert isinstance(outside, variables.MirroredVariable)
 
 
+@only_torch
 def test_assignment_to_weight_that_the_scope_will_shard(two):
     shards = ks.MirroredStrategy(two.extended.worker_devices, shard="parameters")
     with shards.scope():
@@ -60,6 +66,7 @@ def test_assignment_to_weight_that_the_scope_will_shard(two):
     assert sharded.numpy().tolist() == [3.0, 4.0]
 
 
+@only_torch
 def test_variable_that_is_initialized_again(two):
     with two.scope():
         v = keras.Variable(1.0)
@@ -69,9 +76,11 @@ def test_variable_that_is_initialized_again(two):
     assert [float(x) for x in local] == [8.0, 8.0]
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))]
-)
+# Elsewhere arrays on several devices cannot be pickled.
+COPIES = [copy.deepcopy, *([lambda v: pickle.loads(pickle.dumps(v))] * IS_TORCH)]
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
 @pytest.mark.parametrize("is_used", [False, True])
 def test_copies_of_variables(is_used, duplicate, two):
     with two.scope():
@@ -92,6 +101,7 @@ def test_changed_method_of_keras_is_refused(two, monkeypatch):
         all_patches()
 
 
+@only_torch
 def test_keras_that_keeps_its_settings_elsewhere_is_refused(two, monkeypatch):
     elsewhere = types.SimpleNamespace(GLOBAL_STATE_TRACKER=types.SimpleNamespace())
     monkeypatch.setattr(variables, "global_state", elsewhere)
