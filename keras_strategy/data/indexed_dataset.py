@@ -6,7 +6,6 @@ that has a loader has imported it.
 """
 
 import copy
-import dataclasses
 import functools
 import sys
 import weakref
@@ -15,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -205,7 +205,7 @@ class IndexedDataset(keras.utils.PyDataset):
         self._epoch = state["epoch"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class IndexedRowReader:
     """Reader of this worker's rows of an `IndexedDataset`."""
 
@@ -233,10 +233,8 @@ class IndexedRowReader:
             dataset._reads_all = watch.has_changed()
             if dataset._reads_all:
                 warn_once(context.get_strategy().extended.cluster, FULL_READS)
-        local = _local_rows(batch, rows, bounds, has_all, dataset.source)
-        if self.weigh is None:
-            return local
-        return dataclasses.replace(local, batch=self.weigh(local.batch))
+        batch = batch if self.weigh is None else self.weigh(batch)
+        return _local_rows(batch, rows, bounds, has_all, dataset.source)
 
 
 def _local_rows(
