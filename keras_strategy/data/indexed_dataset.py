@@ -23,11 +23,7 @@ from keras import tree
 
 from keras_strategy.core import context
 from keras_strategy.core.step_state import Bounds, LocalRows, map_rows, override
-from keras_strategy.data.row_independence import (
-    StateWatch,
-    is_declared_independent,
-    reads_batches,
-)
+from keras_strategy.data.row_independence import StateWatch, is_declared_independent
 from keras_strategy.data.sources import PyDatasetReader, as_array
 from keras_strategy.data.worker_batches import FULL_READS, digest_of, warn_once
 from keras_strategy.errors import logger
@@ -302,6 +298,9 @@ def loader_with_rows(loader: Any) -> Any:
         return _copies[loader]
     dataset, collate = loader.dataset, loader.collate_fn
     is_default = collate is torch_data.default_collate
+    source = dataset
+    while type(source) is torch_data.Subset:  # whose `__getitems__` calls the source's
+        source = source.dataset
     if (
         loader.batch_sampler is None
         or isinstance(dataset, torch_data.IterableDataset)
@@ -309,7 +308,7 @@ def loader_with_rows(loader: Any) -> Any:
         or not getattr(loader, "in_order", True)
         or getattr(loader, "_iterator", None) is not None  # its processes have started
         or not (is_default or is_declared_independent(collate))
-        or (reads_batches(dataset) and not is_declared_independent(dataset))
+        or (hasattr(source, "__getitems__") and not is_declared_independent(dataset))
     ):
         return loader
     found = _copies[loader] = copy.copy(loader)

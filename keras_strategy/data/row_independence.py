@@ -64,14 +64,6 @@ def is_declared_independent(data: Any) -> bool:
     return getattr(data, _DECLARED, False)
 
 
-def reads_batches(dataset: Any) -> bool:
-    """Return True if torch reads a dataset's rows together, by `__getitems__`."""
-    torch_data = sys.modules["torch.utils.data"]
-    while type(dataset) is torch_data.Subset:  # which passes them on
-        dataset = dataset.dataset
-    return bool(getattr(dataset, "__getitems__", None))
-
-
 class StateWatch:
     """Comparison of what reading rows can change: attributes, and random generators."""
 
