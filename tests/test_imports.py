@@ -114,6 +114,7 @@ print(light, resolver.num_accelerators(), "keras" in sys.modules)
     assert python(code, KERAS_BACKEND=SOONEST) == "True {} True"
 
 
+@pytest.mark.full
 @on_torch
 def test_any_public_name_can_be_first(last_line):
     """Of each module one, in a process forked from one that has imported the engine."""
@@ -155,6 +156,7 @@ def test_type_checkers_see_the_same_names():
     assert everything["MirroredStrategy"] is ks.MirroredStrategy
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_logical_devices_are_created_after_importing_keras(last_line):
     code = """
 import keras_strategy as ks
@@ -171,6 +173,7 @@ def test_environment_variable_is_checked(program):
     assert "KERAS_STRATEGY_LOGICAL_CPUS='many'" in end.output
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 def test_no_other_backend_is_imported():
     code = """
 import json, sys
@@ -230,6 +233,7 @@ print([w.tobytes().hex() for w in model.get_weights()], history)
 """
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 def test_model_outside_scopes_is_unaffected(last_line):
     with_strategy = """
 import keras_strategy as ks
@@ -245,6 +249,7 @@ with strategy.scope():
     assert plain == beside
 
 
+@pytest.mark.full(keep_on="jax")
 def test_changed_keras_is_refused_by_name(last_line):
     code = """
 import keras

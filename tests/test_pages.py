@@ -82,6 +82,7 @@ WITH_PYTHON = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", WITH_PYTHON)
 def test_page_code_runs(name, as_it_was, monkeypatch):
     program = {"__name__": "page"}

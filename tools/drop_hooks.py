@@ -2,13 +2,15 @@
 
     python tools/drop_hooks.py [NAME ...]
 
-It takes minutes: one test runs for each of some eighty patches, in a process forked
-from one that has imported Keras and the backend. NAME selects the patches whose name
-contains it. The exit status is 1 if a test passed without its patch.
+It takes minutes: the test with the mark `needs_patch` runs for each of some eighty
+patches, in a process forked from one that has imported Keras and the backend. NAME
+selects the patches whose name contains it. The exit status is 1 if a test passed
+without its patch.
 """
 
 import contextlib
 import io
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -27,11 +29,13 @@ def drop_each(names: list[str]) -> int:
 
     from keras_strategy.core.registry import get_engine
     from tests.keras_patches import dropping
-    from tests.keras_patches.needed_by import NEEDED_BY
 
     get_engine()
+    # A process of its own, since the tests' modules may create strategies.
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        tests = pool.apply(dropping.find_tests)
     unnoticed = 0
-    for name, (backend, test) in NEEDED_BY.items():
+    for name, (backend, test) in tests.items():
         picked = not names or any(part in name for part in names)
         if backend != keras.backend.backend() or not picked:
             continue

@@ -280,6 +280,9 @@ def _is_known(x: Any) -> bool:
         return False
     if isinstance(x, keras.Operation) and not isinstance(x, keras.Layer):
         return not _mixes_rows(x)
+    # It may mix rows, and not every Keras divides its value by their number.
+    if getattr(x, "activity_regularizer", None) is not None:
+        return False
     return not _works_along_rows(x)
 
 

@@ -59,15 +59,6 @@ examples:
 exit codes:
   0    all checks passed
   1    a check failed"""
-_SCALING = """\
-Runs a program with 1, 2 and 4 workers, and compares the times of a step that Keras
-prints. The program must call fit(..., epochs=3, verbose=2), or with two epochs or more,
-on a model of MultiWorkerMirroredStrategy. For more workers it also shows the efficiency
-that a model predicts from 1 and 2."""
-_SCALING_EXAMPLES = """\
-examples:
-  keras-strategy scaling examples/multi_worker.py
-  keras-strategy scaling --workers 1,2,8 train.py --epochs 3"""
 _PORT = """\
 Prints which names of a program change from tf.distribute to this package, as a diff,
 and on the standard error what to change by hand. It does not change the file."""
@@ -207,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="subcommand",
         required=True,
-        metavar="{run,info,doctor,scaling,verify,plan,compare,port,completion}",
+        metavar="{run,info,doctor,verify,plan,compare,port,completion}",
     )
 
     def add(name: str, summary: str, description: str, epilog: str, **settings: Any):
@@ -251,16 +242,6 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--workers", action="store_true", help="check the workers of this job"
     )
-
-    scaling = add(
-        "scaling", "time a program on more workers", _SCALING, _SCALING_EXAMPLES
-    )
-    _add_options(
-        scaling,
-        ("workers", _positive_ints, "1,2,4", "N,N", "the numbers of workers"),
-        ("devices-per-worker", _int_from(1), None, "M", "as for run"),
-    )
-    _add_program(scaling)
 
     summary = "compare a program's replicas with one device"
     _add_program(add("verify", summary, _VERIFY, _VERIFY_EXAMPLES))
@@ -340,11 +321,6 @@ def _int_from(minimum: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
-
-
-def _positive_ints(text: str) -> tuple[int, ...]:
-    """Parse comma-separated numbers; return them sorted, each once."""
-    return tuple(sorted(set(map(_int_from(1), text.split(",")))))
 
 
 def _bytes(text: str) -> float:

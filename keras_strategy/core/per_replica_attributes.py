@@ -3,12 +3,14 @@
 The replicas of a process share one Python model and run in turns. What a replica sets
 on a layer (`self.skip = x`) is swapped out when its turn ends and swapped in when its
 next turn begins. So a step reads what it wrote, and a counter (`self.steps += 1`) is
-the same on every replica.
+the same on every replica. Attributes are recorded when they are set; the contents of
+the lists, dicts and sets that layers and metrics have are compared after each turn.
 """
 
 import contextlib
 import functools
 import inspect
+import operator
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -163,11 +165,20 @@ class ContainerContents:
         self._kind: Any = next(kind for kind in kinds if isinstance(owner, kind))
 
     def read(self) -> Any:
-        owner = self.owner
-        parts = list(owner.values() if isinstance(owner, dict) else owner)
-        if len(parts) == 1 and isinstance(parts[0], DifferingAttribute):
-            return parts[0]
-        return self._kind(owner)
+        parts = _parts_of(self.owner)
+        # Not `isinstance`, which raises for a dead weak reference.
+        if parts and type(parts[-1]) is DifferingAttribute:
+            return parts[-1]
+        return self._kind(self.owner)
+
+    def is_changed(self, before: Any) -> bool:
+        """Return True if a replica has changed what `read` returned."""
+        if isinstance(before, DifferingAttribute):
+            return self.read() is not before
+        old, new = _parts_of(before), _parts_of(self.owner)
+        if len(old) == len(new) and all(map(operator.is_, old, new)):
+            return False
+        return not any(issubclass(type(part), _SHARED) for part in new)
 
     def write(self, value: Any) -> None:
         kind = self._kind
@@ -183,6 +194,63 @@ class ContainerContents:
                 kind.__setitem__(self.owner, key, part)
 
 
+def _parts_of(container: Any) -> list[Any]:
+    values = container.values() if isinstance(container, dict) else ()
+    return [*container, *values]
+
+
+class _Owner:
+    """A layer or metric of a strategy, which may have lists, dicts and sets."""
+
+    def __init__(self, reference: weakref.ref, strategy: Any):
+        self.reference, self.strategy = reference, strategy
+        self._count, self._names = 0, ()
+
+    def containers(self) -> list[Any]:
+        owner = self.reference()
+        if owner is None:
+            return []
+        attributes = vars(owner)
+        if len(attributes) != self._count:
+            self._count = len(attributes)
+            self._names = tuple(attributes.keys() - _KERAS_ATTRIBUTES)
+        try:
+            values = [attributes[name] for name in self._names]
+        except KeyError:  # one was deleted, and another one set
+            self._count = 0
+            return self.containers()
+        # Not `isinstance`, which raises for a dead weak reference.
+        return [x for x in values if issubclass(type(x), (list, dict, set))]
+
+
+# By the owner's `id`, since it may be unhashable.
+_owners: dict[int, _Owner] = {}
+# Other attributes of Keras's own layers do not change in a call.
+_KERAS_ATTRIBUTES = frozenset(vars(keras.layers.Identity(name="identity")))
+
+
+def note_owner(owner: Any, strategy: Any) -> None:
+    """Record a layer or metric of a strategy."""
+    key = id(owner)
+    reference = weakref.ref(owner, lambda _: _owners.pop(key, None))
+    _owners[key] = _Owner(reference, strategy)
+
+
+def _find_containers(strategy: Any) -> list[ContainerContents]:
+    """Return those of a strategy's layers and metrics; of all if it is None."""
+    values = []
+    for owner in list(_owners.values()):  # another thread may add one
+        if strategy is None or owner.strategy is strategy:
+            values += owner.containers()
+    found: list[ContainerContents] = []
+    while values:
+        value = values.pop()
+        if issubclass(type(value), (list, dict, set)) and hasattr(value, "tracker"):
+            found.append(ContainerContents(value))
+            values += value.values() if isinstance(value, dict) else value
+    return found
+
+
 def _find_place(owner: Any, name: str | None) -> _Attribute | ContainerContents:
     if name is None:
         return ContainerContents(owner)
@@ -194,8 +262,13 @@ def _find_place(owner: Any, name: str | None) -> _Attribute | ContainerContents:
 class ReplicaAttributes:
     """Attributes that one replica sets on layers during a run."""
 
-    def __init__(self, new_layers: dict[int, Any]):
+    def __init__(
+        self, new_layers: dict[int, Any], containers: Sequence[ContainerContents] = ()
+    ):
         self.new_layers = new_layers  # those that replicas created in this run
+        self._containers = containers
+        # The contents of each container when the turn began.
+        self._contents: list[Any] = []
         # Each place, and its value when the turn changes.
         self.swapped: dict[Hashable, tuple[_Attribute | ContainerContents, Any]] = {}
         self._in_place = False
@@ -209,10 +282,9 @@ class ReplicaAttributes:
             place = _find_place(layer, name)
             self.swapped[key] = place, place.read()
 
-    def change(self, container: Any, values: Sequence[Any]) -> None:
-        """Record that a list, dict or set is about to get `values`, among others."""
-        shared = any(isinstance(value, _SHARED) for value in values)
-        if not shared and id(container) not in self.swapped:
+    def keep(self, container: Any) -> None:
+        """Record that the contents of a list, dict or set are about to change."""
+        if id(container) not in self.swapped:
             place = ContainerContents(container)
             self.swapped[id(container)] = place, place.read()
 
@@ -234,6 +306,8 @@ class ReplicaAttributes:
         self._in_place = True
         if self.swapped:
             self._swap()
+        if self._containers:
+            self._contents = [place.read() for place in self._containers]
 
     def swap_out(self) -> None:
         """End a turn, unless an error has ended it."""
@@ -242,6 +316,10 @@ class ReplicaAttributes:
             self._in_place = False
             with setattr_hooks.lock:
                 setattr_hooks.turns -= 1
+            for place, before in zip(self._containers, self._contents, strict=True):
+                key = id(place.owner)
+                if key not in self.swapped and place.is_changed(before):
+                    self.swapped[key] = place, before
             if self.swapped:
                 self._swap()
 
@@ -254,22 +332,26 @@ class ReplicaAttributes:
 @contextlib.contextmanager
 def discard_attribute_changes() -> Iterator[None]:
     """Discard what this thread sets on layers, for dry runs."""
-    with set_on_all_replicas(), ReplicaAttributes({}).in_turn():
+    attributes = ReplicaAttributes({}, _find_containers(None))
+    with set_on_all_replicas(), attributes.in_turn():
         yield
 
 
 class GroupAttributes:
     """Attributes that a group's local replicas set on layers, from run to run."""
 
-    def __init__(self, replicas: int, is_tensor: Callable[[Any], bool]):
-        self._replicas = replicas
+    def __init__(self, strategy: Any, replicas: int, is_tensor: Callable[[Any], bool]):
+        self._strategy, self._replicas = strategy, replicas
         self._is_tensor = is_tensor
         self._differing: list[tuple[weakref.ref, str | None]] = []
 
     def begin(self) -> list[ReplicaAttributes]:
         """Begin a run: each replica gets the values it left."""
         new_layers: dict[int, Any] = {}
-        replicas = [ReplicaAttributes(new_layers) for _ in range(self._replicas)]
+        containers = _find_containers(self._strategy)
+        replicas = [
+            ReplicaAttributes(new_layers, containers) for _ in range(self._replicas)
+        ]
         for reference, name in self._differing:
             owner = reference()
             if owner is None:

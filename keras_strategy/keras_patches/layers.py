@@ -15,6 +15,7 @@ from keras_strategy.core.per_replica_attributes import (
     ABSENT,
     current_attributes,
     current_turn,
+    note_owner,
     setattr_hooks,
 )
 from keras_strategy.core.protocols import Strategy
@@ -24,16 +25,13 @@ from keras_strategy.errors import logger
 from keras_strategy.keras_patches.internals import is_in_layer
 from keras_strategy.keras_patches.patch import (
     MethodsPatch,
-    Patch,
     find_module,
     hook,
     in_scope,
     in_step,
-    keras_changed_error,
 )
 from keras_strategy.options import GLOBAL
 from keras_strategy.training import reduction, variable_sync
-from keras_strategy.training.row_weights import call_on_global_batch
 from keras_strategy.training.train_step import has_torch_modules
 
 keras_functional = find_module("Functional", "keras.src.models.functional")
@@ -51,6 +49,7 @@ def _new(original, cls, *args, **kwargs):
     strategy = context.current_scope()
     if strategy is not None:
         vars(layer)["_ks_strategy"] = strategy
+        note_owner(layer, strategy)
     return layer
 
 
@@ -67,10 +66,10 @@ def _batch_normalization(original, strategy, self, *args, synchronized=False, **
     self.synchronized = True
 
 
-def _in_scope_or_trial() -> Any:
-    """Return the strategy in scope, the dry run or the recorder of a step, or None."""
-    trial = context.thread_state.dry_run or active_recorder()
-    return context.current_scope() or trial
+def _in_scope_or_trial(layer: Any) -> Any:
+    """Return the strategy in scope or of the layer, or the dry run or recorder."""
+    strategy = context.current_scope() or vars(layer).get("_ks_strategy")
+    return strategy or context.thread_state.dry_run or active_recorder()
 
 
 @hook(
@@ -147,84 +146,7 @@ def _rnn_call(original, replica, self, *args, **kwargs):
     return original(self, *args, **kwargs)
 
 
-# --- losses of layers
-
-
-class _ActivityRegularizer(Patch):
-    """Compute a layer's activity loss from the outputs of all replicas.
-
-    The optimizer weights a replica's loss by its rows. Since 3.14 Keras divides it by
-    these rows before. So the sums that Keras's own regularizers return add up; before,
-    they must be divided by the weight. Any other function gets the gathered outputs.
-    """
-
-    attribute = "activity_regularizer"
-    multi_replica_only = True
-
-    @property
-    def target(self) -> str:
-        return f"Layer.{self.attribute}"
-
-    def check(self) -> None:
-        if hasattr(keras.Layer, self.attribute):
-            raise keras_changed_error(self.target, "became a property")
-
-    def install(self) -> None:
-        """Replace the attribute by a property."""
-        name, divides = self.attribute, _divides_by_rows()
-
-        def read(layer):
-            if name not in layer.__dict__:  # torch.compile cannot trace `vars`
-                raise AttributeError(f"{type(layer).__name__} has no {name} yet")
-            regularizer = layer.__dict__[name]
-            if regularizer is None:
-                return None
-            replica = in_step()
-            is_sum = type(regularizer) in _SUMS
-            if replica is None or (is_sum and divides):
-                return regularizer
-            return functools.partial(
-                _activity_loss, replica, regularizer, is_sum, divides
-            )
-
-        def write(layer, regularizer):
-            vars(layer)[name] = regularizer
-
-        setattr(keras.Layer, name, property(read, write))
-
-
-_SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
-
-
-def _divides_by_rows() -> bool:
-    """Return True if Keras divides activity losses by the number of rows."""
-    # No attribute of a class shows it, so measure it on two rows.
-    layer = keras.layers.Identity(activity_regularizer=ops.sum, name="two_rows")
-    layer(ops.ones((2, 1)))
-    return float(layer.losses[0]) == 1.0
-
-
-def _activity_loss(replica, regularizer, is_sum, divides, outputs):
-    weight = replica.step.row_weight
-    if is_sum:
-        loss = regularizer(outputs)
-        return ops.divide_no_nan(loss, ops.cast(weight, loss.dtype))
-    loss = call_on_global_batch(replica, regularizer, outputs)
-    if not divides or len(outputs.shape) == 0:
-        return loss
-    # Keras divides by the local rows, which are weight * all rows.
-    return loss * ops.cast(weight, loss.dtype)
-
-
-_activity_regularizer = _ActivityRegularizer()
-
-
 # --- attributes that a replica sets
-
-
-_tracking = find_module(
-    "TrackedList TrackedDict TrackedSet", "keras.src.utils.tracking"
-)
 
 
 @dataclass(frozen=True)
@@ -273,18 +195,6 @@ def _deleting(original: Callable) -> Callable:
     return replacement
 
 
-def _changing(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def replacement(self, *args, **kwargs):
-        own = current_turn.attributes
-        # Keras often clears empty lists.
-        if own is not None and (self or args):
-            own.change(self, args)
-        return original(self, *args, **kwargs)
-
-    return replacement
-
-
 def _setting_trainable(original: property) -> property:
     def set_trainable(self, value):
         own = current_turn.attributes
@@ -295,28 +205,24 @@ def _setting_trainable(original: property) -> property:
     return original.setter(set_trainable)
 
 
-def _container(kind: Any, methods: str) -> _Noted:
-    return _Noted(kind, dict.fromkeys(methods.split(), _changing))
-
-
-_DICT = "update setdefault pop popitem clear __setitem__ __delitem__ __ior__"
-
 _layer = _Noted(keras.Layer, {"__setattr__": _setting, "__delattr__": _deleting})
 # A layer's `trainable` sets that of its variables.
 _variable = _Noted(keras.Variable, {"trainable": _setting_trainable})
-_list = _container(
-    _tracking.TrackedList,
-    "append extend insert remove pop clear reverse sort"
-    " __setitem__ __delitem__ __iadd__",
+
+
+@hook(
+    keras.Layer,
+    ("add_loss", "_clear_losses"),
+    ("self",),
+    when=current_attributes,
+    multi_replica_only=True,
 )
-_dict = _container(_tracking.TrackedDict, _DICT)
-# Absent in Keras 3.13 and older, which use TrackedDict.
-if hasattr(_tracking, "TrackedOrderedDict"):
-    _ordered_dict = _container(_tracking.TrackedOrderedDict, _DICT)
-_set = _container(
-    _tracking.TrackedSet,
-    "add update discard remove pop clear __ior__ __iand__ __isub__ __ixor__",
-)
+def _change_losses(original, attributes, self, *args):
+    """Keep the losses of a layer separate per replica."""
+    if args or self._losses or self._loss_ids:
+        attributes.keep(self._losses)
+        attributes.keep(self._loss_ids)
+    original(self, *args)
 
 
 # --- private state of Keras

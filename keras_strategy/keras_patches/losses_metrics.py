@@ -6,14 +6,15 @@ from typing import Any
 import keras
 from keras import ops, tree
 
+from keras_strategy.core.per_replica_attributes import note_owner
 from keras_strategy.core.variable_components import ChildScope
 from keras_strategy.keras_patches.internals import current_stateless_scope
 from keras_strategy.keras_patches.patch import (
     SubclassPatch,
     find_module,
     hook,
-    in_distributed_scope,
     in_replica,
+    in_scope,
     in_step,
 )
 from keras_strategy.training import row_weights
@@ -22,9 +23,6 @@ from keras_strategy.training.variable_sync import merged_values
 keras_losses = find_module("apply_mask reduce_weighted_values", "keras.src.losses.loss")
 keras_masking = find_module(
     "get_keras_mask set_keras_mask", "keras.src.backend.common.masking"
-)
-keras_compiled = find_module(
-    "get_loss CompileMetrics MetricsList", "keras.src.trainers.compile_utils"
 )
 
 
@@ -68,31 +66,6 @@ def _needs_all_rows(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> bool:
     scope = current_stateless_scope()
     with ChildScope((), scope):
         return len(ops.shape(loss.call(y_true, y_pred))) == 0
-
-
-_GET_LOSS = "(identifier, y_true, y_pred)"
-
-
-@hook(keras_compiled, "get_loss", _GET_LOSS, when=in_distributed_scope)
-def _get_loss(original, strategy, identifier, y_true, y_pred):
-    """Compute losses that override `__call__` on the global batch in a step."""
-    # Their reduction is unknown.
-    loss = original(identifier, y_true, y_pred)
-    if loss is None or type(loss).__call__ is keras.losses.Loss.__call__:
-        return loss
-    return _GlobalBatchLoss(loss)
-
-
-class _GlobalBatchLoss:
-    def __init__(self, loss: keras.losses.Loss):
-        self.loss, self.name = loss, loss.name
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        replica, inputs = in_step(), (y_true, y_pred, sample_weight)
-        if replica is None or replica.step.has_all_rows:
-            return self.loss(*inputs)
-        call = type(self.loss).__call__
-        return _call_on_global_batch(replica, call, self.loss, *inputs)
 
 
 def _call_on_global_batch(replica, call, loss, y_true, y_pred, sample_weight):
@@ -157,6 +130,13 @@ def _result_of_all_rows(original: Callable) -> Any:
             return original(self, *args, **kwargs)
 
     return result
+
+
+@hook(keras.metrics.Metric, "__init__", ("name",), when=in_scope)
+def _metric(original, strategy, self, *args, **kwargs):
+    """Keep the contents of a metric's lists separate per replica."""
+    original(self, *args, **kwargs)
+    note_owner(self, strategy)
 
 
 class _Results(SubclassPatch):

@@ -322,6 +322,7 @@ def make_case(parts):
     return models.compiled(parts.get("model", models.mlp)(), **compiled)
 
 
+@pytest.mark.full(keep=4, keep_on="torch")
 @pytest.mark.parametrize("name, parts", CASES.values(), ids=CASES)
 def test_first_step_warns_and_equals_one_device(name, parts, two, caplog):
     make = functools.partial(make_case, parts)
@@ -384,6 +385,7 @@ class Weighing(Plain):
         return ops.sum(error * sample_weight) / divided_by
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.skipif(BACKEND == "jax", reason="fit has all rows")
 @pytest.mark.parametrize("by_weights", [True, False])
 def test_loss_using_sample_weights_equals_one_device(by_weights, two, caplog):
@@ -586,6 +588,7 @@ STEPS = {
 }
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.skipif(BACKEND == "jax", reason="a step is one program there")
 def test_each_function_warns_once(two, caplog):
     def make():
@@ -601,6 +604,7 @@ def test_each_function_warns_once(two, caplog):
     assert kinds_that_run_whole(many.model) == {"train", "predict"}
 
 
+@pytest.mark.full(keep=2, keep_on="tensorflow")
 @pytest.mark.skipif(BACKEND == "jax", reason="a step is one program there")
 @pytest.mark.parametrize("warned, parts", STEPS.values(), ids=STEPS)
 def test_custom_train_step_equals_one_device(warned, parts, two, caplog):
@@ -668,6 +672,7 @@ TESTS = {
 }
 
 
+@pytest.mark.full(keep=2, keep_on="torch")
 @pytest.mark.skipif(BACKEND == "jax", reason="a step is one program there")
 @pytest.mark.parametrize("warned, number, metric", TESTS.values(), ids=TESTS)
 def test_custom_test_step_equals_one_device(warned, number, metric, two, caplog):
@@ -687,6 +692,7 @@ def test_custom_test_step_equals_one_device(warned, number, metric, two, caplog)
     assert not warned or "'number'" in found[0] or "'of_scalars'" in found[0]
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 @pytest.mark.skipif(BACKEND == "jax", reason="nothing is tried there")
 @pytest.mark.parametrize("often", [3, 5, 10])
 def test_audit_collects_no_losses(often, two):

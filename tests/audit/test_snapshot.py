@@ -105,7 +105,7 @@ def sequence():
             keras.layers.Bidirectional(keras.layers.LSTM(3, return_sequences=True)),
             keras.layers.LayerNormalization(),
             keras.layers.GlobalAveragePooling1D(),
-            keras.layers.Dense(2, "softmax", activity_regularizer="l2"),
+            keras.layers.Dense(2, "softmax"),
         ]
     )
 
@@ -120,6 +120,7 @@ KNOWN = {
     ),
 }
 COMPARING = {
+    "outputs": lambda: compiled(keras.layers.Dense(3, activity_regularizer="l2")),
     "axis": lambda: compiled(keras.layers.Softmax(axis=-2)),
     "axes": lambda: matrices(keras.layers.Softmax(axis=(-3, -1))),
     "loss": lambda: compiled(loss=keras.losses.CosineSimilarity(axis=0)),

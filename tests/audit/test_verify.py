@@ -63,6 +63,7 @@ def compiled(*layers):
     return model
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_equal_step_and_its_table(two):
     with two.scope():
         model = compiled(keras.layers.BatchNormalization(), keras.layers.Dropout(0.5))
@@ -84,6 +85,7 @@ def test_layer_whose_rows_fit_gathers_is_no_finding(layer, two):
     assert not ks.verify(model, X, Y).differs
 
 
+@pytest.mark.full(keep_on="jax")
 def test_metric_with_thresholds_is_no_finding(two):
     metric = keras.metrics.SensitivityAtSpecificity(0.5, num_thresholds=20)
     with two.scope():
@@ -108,6 +110,7 @@ def test_difference_that_rounding_removes(compare, lasts, two):
     assert report.differs == (lasts and BACKEND != "jax")
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.parametrize(
     "noise, differs", [(5e-4, True), (1.5e-3, True), (5e-3, False)]
 )
@@ -146,6 +149,7 @@ def test_arrays_of_strings(two):
         assert not ks.verify(model, x, Y[:3]).differs
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.skipif(BACKEND == "jax", reason="fit has all rows")
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_place_of_difference(replicas):
@@ -189,6 +193,7 @@ def test_layer_that_adds_a_loss_is_named(two):
     assert "is not a mean" in report.advice
 
 
+@pytest.mark.full(keep_on="torch")
 def test_state_is_restored(two):
     with two.scope():
         layer = Counting()
@@ -211,6 +216,7 @@ def test_state_is_restored(two):
         np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.full(keep_on="torch")
 def test_run_is_compared(two):
     with two.scope():
         model = compiled()

@@ -10,12 +10,16 @@ import keras_strategy as ks
 from tests.backends import coordinator_program
 from tests.backends.test_parameter_servers import ROOT, check_shared
 
-pytestmark = pytest.mark.skipif(
-    keras.backend.backend() == "tensorflow",
-    reason="it is tf.distribute's own there, see test_parameter_servers.py",
-)
+pytestmark = [
+    pytest.mark.full(keep=1),
+    pytest.mark.skipif(
+        keras.backend.backend() == "tensorflow",
+        reason="it is tf.distribute's own there, see test_parameter_servers.py",
+    ),
+]
 
 
+@pytest.mark.full(keep_on="jax")
 def test_coordinator_schedules_functions_on_workers(program):
     pytest.importorskip("distributed")
     end = program(pathlib.Path(coordinator_program.__file__), PYTHONPATH=str(ROOT))

@@ -44,6 +44,7 @@ if keras.backend.backend() != "tensorflow":
     WAITS.append(asleep)  # native tf.distribute would wait for two minutes
 
 
+@pytest.mark.full(keep_on="tensorflow")
 @pytest.mark.parametrize("waits", WAITS)
 @pytest.mark.parametrize("which", [0, 1])
 def test_ctrl_c_ends_a_waiting_run(which, waits, two):

@@ -67,6 +67,7 @@ def test_steps_dimension_leaves_batch_dimension_split(two):
         assert placed.sharding.is_equivalent_to(wanted, 3)
 
 
+@pytest.mark.needs_patch("JAXEpochIterator._get_distributed_iterator", backend="jax")
 @pytest.mark.parametrize(("batch_size", "warned"), [(8, False), (7, True)])
 def test_indivisible_batches_warn(batch_size, warned, two, caplog):
     with two.scope():
@@ -138,6 +139,7 @@ def test_predict_on_batch_is_distributed(two, monkeypatch):
     assert seen[0].spec[0] == "replica"
 
 
+@pytest.mark.needs_patch("Model.__call__", backend="jax")
 def test_model_call_accepts_array_of_another_device(two, mirrored):
     with two.scope():
         model = small_model()
@@ -151,6 +153,7 @@ def test_model_call_accepts_array_of_another_device(two, mirrored):
     assert other(layers.Dense(6)(model(X))).shape == (21, 1)
 
 
+@pytest.mark.needs_patch("Model._get_jax_state", backend="jax")
 def test_ema_shares_no_array_with_weights(two):
     with two.scope():
         model = small_model(keras.optimizers.SGD(0.1, use_ema=True))
@@ -160,6 +163,10 @@ def test_ema_shares_no_array_with_weights(two):
         model.train_on_batch(X[:5], Y[:5])
 
 
+@pytest.mark.needs_patch(
+    "backends.jax.patches keras.src.random.seed_generator.global_seed_generator",
+    backend="jax",
+)
 def test_global_seed_generator_is_not_mirrored(two):
     with two.scope():
         keras.random.normal((2,))
@@ -592,6 +599,7 @@ def test_all_reduce_gradient_is_all_reduced(two):
     assert local(two, two.run(step, args=(per_replica(two, 1.0, 3.0),))) == [28.0, 84.0]
 
 
+@pytest.mark.needs_patch("LossScaleOptimizer._common_apply", backend="jax")
 def test_loss_scaling_in_run(two):
     with two.scope():
         v = keras.Variable([1.0, 2.0])
@@ -614,6 +622,7 @@ def test_loss_scaling_in_run(two):
     assert float(optimizer.dynamic_scale.value) == 2.0
 
 
+@pytest.mark.needs_patch("Optimizer._backend_apply_gradients", backend="jax")
 def test_sharded_step_sends_as_much_as_all_reduce():
     """Of gradients a replica gets its part, and the new weights are gathered."""
     client = jax.devices()[0].client
@@ -710,6 +719,7 @@ def test_error_in_first_step_keeps_weights(method, two, monkeypatch):
     getattr(model, method)(*data, verbose=0)
 
 
+@pytest.mark.needs_patch("Model._get_metrics_result_or_logs", backend="jax")
 def test_wait_for_last_step_is_tracked(two, monkeypatch):
     """The last step of asynchronous devices ends in a collective of the workers."""
     seconds = collections.Counter()

@@ -37,6 +37,12 @@ def equal(one, other):
     )
 
 
+@pytest.mark.full(keep=1)
+@pytest.mark.needs_patch(
+    "keras.src.backend.jax.distribution_lib.distribute_tensor",
+    backend="jax",
+    case="2x1",
+)
 def test_replicas_of_different_shapes(results):
     results = results["uneven_rows"]
     n = sum(len(result["value"]) for result in results)
@@ -56,6 +62,7 @@ def test_replicas_of_different_shapes(results):
     equal(gradients, [n * 2 * (i + 1) * i + n for i in range(n)])
 
 
+@pytest.mark.full(keep=1)
 def test_run_accepts_functions_of_all_replicas(results):
     results = results["merged"]
     n = sum(len(result["local"]) for result in results)

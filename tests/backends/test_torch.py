@@ -154,6 +154,7 @@ def test_module_statistics_are_averaged(own, two):
     assert torch.equal(before, statistics.running_mean)
 
 
+@pytest.mark.needs_patch("TorchModuleWrapper.call", backend="torch")
 def test_counting_module_is_refused(two, audit_mode):
     audit_mode("off")  # or the step would run whole
     model = model_of_a_module(two, counts=True)

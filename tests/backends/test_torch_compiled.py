@@ -159,6 +159,23 @@ def test_compiled_model_equals_one_device(two, told):
     assert "call" not in vars(model)
 
 
+@pytest.mark.full(keep=1)
+@pytest.mark.needs_patch(
+    "backends.torch.patches_compiled keras.src.backend.torch.random.dropout",
+    backend="torch",
+    case="dropout",
+)
+@pytest.mark.needs_patch(
+    "backends.torch.patches_compiled Layer.add_loss", backend="torch", case="adds"
+)
+@pytest.mark.needs_patch(
+    "keras.src.backend.torch.nn._can_use_flash_attention",
+    backend="torch",
+    case="attention",
+)
+@pytest.mark.needs_patch(
+    "keras.src.backend.torch.nn.moments", backend="torch", case="norm"
+)
 @pytest.mark.parametrize(
     "build, x, y, eager",
     [
@@ -198,6 +215,7 @@ def test_step_is_compiled(build, x, y, eager, local, told):
         assert "without" not in line
 
 
+@pytest.mark.full
 def test_per_replica_random_numbers_stay_in_graph(two, told):
     ks.config.exact_random(False)
     try:
@@ -208,6 +226,7 @@ def test_per_replica_random_numbers_stay_in_graph(two, told):
     assert "without" not in told()[0]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     "build, x, why",
     [
@@ -229,6 +248,7 @@ def test_unsupported_models_are_not_compiled(build, x, why, two, told):
     assert "without a graph, and with the same results" in line and why in line
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiler_backend_is_respected(backend, local, told, monkeypatch):
     def build():
@@ -266,6 +286,7 @@ def test_compiler_failure_falls_back_to_eager(two, told, monkeypatch):
     assert "no compiler" in told()[0]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -304,6 +325,7 @@ def test_optimizers_of_compiled_steps(optimizer, two, told):
     assert "with loss and metrics" in line and "without" not in line
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("branches", [False, True])
 def test_uncompiled_loss_falls_back_to_forward_pass(branches, two, told):
     def loss(y, y_pred):
@@ -360,6 +382,7 @@ def test_changed_attributes_are_compiled_again(two, told):
     assert "without" not in told()[0]
 
 
+@pytest.mark.full
 def test_frozen_model_is_not_minimized(two, told):
     with two.scope():
         model = sequential()
@@ -404,6 +427,7 @@ def test_submodels_are_compiled(two, told):
     assert line.count("'sequential") == 2
 
 
+@pytest.mark.full
 def test_recompiles_after_freezing(two, told):
     def trained(jit_compile):
         keras.utils.set_random_seed(1)

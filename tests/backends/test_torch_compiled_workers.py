@@ -11,6 +11,8 @@ if keras.backend.backend() != "torch":
 
 from tests.backends import torch_compiled_jobs as jobs  # noqa: E402
 
+pytestmark = pytest.mark.full
+
 
 def test_compiled_workers_equal_one_device(starter):
     with WorkerRunner(2, timeout_seconds=280, starter=starter) as runner:

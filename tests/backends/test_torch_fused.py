@@ -63,6 +63,7 @@ def trained(strategy, make, dtype="float32", transposed=False):
     return [keras.ops.convert_to_numpy(v) for v in [*variables, *optimizer.variables]]
 
 
+@pytest.mark.needs_patch("Adam._parallel_update_step", backend="torch")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fused_update_matches_keras(name, mirrored, calls):
     expected = trained(ks.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name])

@@ -112,6 +112,9 @@ def draw_in_run():
     return keras.ops.convert_to_numpy(mask), float(torch.rand(()))
 
 
+@pytest.mark.needs_patch(
+    "backends.torch.patches keras.src.backend.torch.random.dropout", backend="torch"
+)
 def test_workers_draw_different_masks_in_run(starter):
     with WorkerRunner(2, timeout_seconds=120, starter=starter) as runner:
         (one, after_one), (other, after_other) = runner.run(draw_in_run)

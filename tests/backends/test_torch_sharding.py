@@ -38,6 +38,7 @@ def one_device():
     return {name: jobs.train(name, None) for name in jobs.PROGRAMS}
 
 
+@pytest.mark.needs_patch("Layer._post_track_variable", backend="torch", case="2-LoRA")
 @pytest.mark.parametrize("name", jobs.PROGRAMS)
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_programs_equal_one_device(name, replicas, one_device):
@@ -83,6 +84,7 @@ def test_gpus_gather_the_same_rows_as_cpus(starter):
         torch.testing.assert_close(other, exchanged, rtol=0, atol=0)
 
 
+@pytest.mark.needs_patch("TorchParallelOptimizer._backend_update_step", backend="torch")
 def test_optimizer_updates_few_shards_at_a_time(monkeypatch):
     sizes = []
     cls = type(keras.optimizers.RMSprop())
@@ -200,6 +202,7 @@ def test_layer_that_changes_a_weight_in_place_is_refused():
         model.predict(jobs.X, verbose=0)
 
 
+@pytest.mark.needs_patch("Layer.state_dict", "Layer.load_state_dict", backend="torch")
 def test_state_dict_is_refused():
     model = made(strategy())
     with pytest.raises(RuntimeError, match="`state_dict`.*`save_weights`"):

@@ -27,6 +27,7 @@ class Peer(Program):
     is_ours = False
 
 
+@pytest.mark.full
 def test_row_is_measured(starter, comparison):
     row = measure_row(starter, comparison, MLP, rounds=1, seconds=0.01, starts=2)
     assert row["starts"] == 2

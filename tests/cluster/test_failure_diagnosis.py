@@ -263,6 +263,7 @@ except WorkerFailedError:
 """
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("script", "status"), [(WAIT, EXIT_OTHER_WORKER_FAILED), (LEAVES, 5)]
 )

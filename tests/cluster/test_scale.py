@@ -4,7 +4,11 @@ import gc
 import time
 import tracemalloc
 
+import pytest
+
 from tests.cluster import scale
+
+pytestmark = pytest.mark.full
 
 
 def test_many_clients_join_exchange_and_see_failure(port):

@@ -18,7 +18,7 @@ from tests.commands.scripts import ROOT, finish, start
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "required: {run,info,doctor,scaling,verify,plan,compare,port,completion}"),
+        ([], "required: {run,info,doctor,verify,plan,compare,port,completion}"),
         (["run", __file__], "required: --workers"),
         (["run", "--workers", "2"], "required: program"),
         (
@@ -58,7 +58,7 @@ from tests.commands.scripts import ROOT, finish, start
                 [*command, "missing.py"],
                 "argument program: there is no file 'missing.py'",
             )
-            for command in (["scaling"], ["verify"], ["plan", "--devices", "2"])
+            for command in (["verify"], ["plan", "--devices", "2"])
         ),
         (["run", "--workers", "1", "--unknown", __file__], "--unknown"),
         (["plan", __file__], "required: --devices"),
@@ -100,6 +100,7 @@ def test_info_lists_versions_and_devices(capsys, monkeypatch):
     assert "torchrun: no" in out
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("level", [None, "0"])
 def test_info_hides_start_up_lines_of_tensorflow(level, monkeypatch):
     """Unless the user has set their level."""

@@ -105,6 +105,7 @@ def test_worker_environment_and_arguments(tmp_path, monkeypatch):
     assert len({*ports, int(told[0][1])}) == 3
 
 
+@pytest.mark.full
 def test_environment_sets_devices_by_default(tmp_path, monkeypatch):
     monkeypatch.setenv("KERAS_STRATEGY_LOGICAL_CPUS", "5")
     monkeypatch.setenv("NPROC", "11")

@@ -1,4 +1,4 @@
-"""`info --json`, `doctor`, `scaling` and `completion`."""
+"""`info --json`, `doctor` and `completion`."""
 
 import importlib.machinery
 import importlib.util
@@ -12,7 +12,7 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.cluster import process_exit
-from keras_strategy.commands import doctor, local_cluster, scaling
+from keras_strategy.commands import doctor
 from keras_strategy.commands.cli import main
 from keras_strategy.core.registry import get_engine
 
@@ -28,6 +28,7 @@ def test_info_as_json(capsys, monkeypatch):
     assert any("torchrun: no" in line for line in told["cluster"]["looked_for"])
 
 
+@pytest.mark.full
 def test_doctor_of_healthy_machine(capsys, monkeypatch):
     """On the backend with the fastest import: four processes import it."""
     there = importlib.util.find_spec("jax") is not None
@@ -122,118 +123,10 @@ def test_doctor_reports_port_in_use(monkeypatch):
         )
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("trial", [doctor.replicas, doctor.workers])
 def test_doctor_program_times_out(trial):
     wrong(trial(0), "no result within 0 s", "--timeout-seconds")
-
-
-# It prints what Keras prints, and needs no engine.
-PRINTS = """
-import json, os
-config = json.loads(os.environ["TF_CONFIG"])
-workers = len(config["cluster"]["worker"])
-if config["task"]["index"]:
-    raise SystemExit  # Keras prints in the chief alone
-epoch = 0
-for seconds in (9, 8 / workers, 8 / workers):
-    epoch += 1
-    print(f"Epoch {epoch}/3")
-    print(f"29/29 - 1s - {seconds:.0f}ms/step - loss: 0.1")
-# Another fit, of something else.
-for epoch in (1, 2):
-    print(f"Epoch {epoch}/2")
-    print("29/29 - 1s - 900ms/step - loss: 0.1")
-"""
-
-
-ONE_EPOCH = PRINTS.partition("epoch = 0")[0] + "print('7/7 - 1s - 3ms/step')"
-
-
-def test_scaling_measures_speedup(tmp_path, capsys):
-    (tmp_path / "train.py").write_text(PRINTS)
-    assert main(["scaling", "--workers", "2,1", str(tmp_path / "train.py")]) == 0
-    out = capsys.readouterr().out
-    assert "8.00" in out and "125.0" in out
-    assert "4.00" in out and "250.0" in out
-    assert out.count("100%") == 2
-
-
-def measured(workers, seconds, steps=29):
-    return scaling.Measured(workers, seconds, steps)
-
-
-def test_scaling_predicts_more_workers():
-    """By hand, from docs/scaling.md: compute / N, and what a ring's travel is."""
-    model = scaling.prediction(
-        [measured(1, 0.016), measured(2, 0.012), measured(4, 0.0)], cores=8
-    )
-    # 16 / 2 of compute, and so 4 of travel. On four: 4 of compute, and 3 times as many
-    # rounds, or 3/2 of the bytes.
-    low, high = model.efficiency(measured(4, 0.0))
-    assert low == pytest.approx(16 / 4 / (4 + 12))
-    assert high == pytest.approx(16 / 4 / (4 + 6))
-    # The few themselves are what was measured.
-    assert model.efficiency(measured(2, 0.0)) == pytest.approx([16 / 2 / 12] * 2)
-    # A program whose batch grows with the workers: as many rows a step, fewer steps.
-    grown = scaling.prediction(
-        [measured(1, 0.016, 32), measured(2, 0.020, 16), measured(4, 0.0, 8)], cores=8
-    )
-    assert grown.efficiency(measured(4, 0.0, 8)) == pytest.approx(
-        [16 / (16 + 12), 16 / (16 + 6)]
-    )
-    assert measured(2, 0.020, 16).efficiency(measured(1, 0.016, 32)) == 0.8
-    # Four that share two cores take twice as long.
-    shared = scaling.prediction([*map(measured, (1, 2, 4), (0.016, 0.012, 0.1))], 2)
-    assert shared.efficiency(measured(4, 0.0)) == pytest.approx([low / 2, high / 2])
-
-
-@pytest.mark.parametrize("counts", [(1,), (1, 2), (2, 4, 8)])
-def test_scaling_needs_enough_points(counts):
-    assert scaling.prediction([measured(n, 0.01) for n in counts], 8) is None
-
-
-def test_scaling_prints_table(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(local_cluster, "available_cores", lambda: 4)
-    (tmp_path / "train.py").write_text(PRINTS)
-    assert main(["scaling", str(tmp_path / "train.py")]) == 0
-    out = capsys.readouterr().out
-    # Twice as fast on two: nothing travels.
-    assert out.count("100%") == 4 and "0.00 ms a step" in out
-
-
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
-        ("", "Keras printed 0. Call fit(..., epochs=3, verbose=2)"),
-        (ONE_EPOCH, "Keras printed 1. Call fit(..., epochs=3, verbose=2)"),
-        (
-            PRINTS.replace("raise SystemExit", "pass"),
-            "With 2 workers each trained alone",
-        ),
-    ],
-)
-def test_scaling_without_epochs_is_refused(program, message, tmp_path, capsys):
-    (tmp_path / "train.py").write_text(program)
-    assert main(["scaling", "--workers", "2", str(tmp_path / "train.py")]) == 1
-    error = capsys.readouterr().err
-    assert message in error and "MultiWorkerMirroredStrategy" in error
-
-
-def test_scaling_reports_failing_program(tmp_path, capsys):
-    (tmp_path / "train.py").write_text("raise ValueError('no data')")
-    assert main(["scaling", "--workers", "1", str(tmp_path / "train.py")]) == 1
-    assert "no data" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("verbose", [1, 2])
-def test_step_time_is_parsed_from_keras_output(verbose, capsys):
-    import numpy as np
-
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    x = np.ones((4, 1))
-    model.fit(x, x, batch_size=2, epochs=3, verbose=verbose)
-    assert 0 < scaling.parse_step_time(capsys.readouterr().out)[0] < 10
 
 
 PROGRAM = """
@@ -341,9 +234,7 @@ def test_shell_completion(shell, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["run", "info", "doctor", "scaling", "verify", "completion"]
-)
+@pytest.mark.parametrize("name", ["run", "info", "doctor", "verify", "completion"])
 def test_help_has_examples(name, capsys):
     with pytest.raises(SystemExit):
         main([name, "--help"])

@@ -67,6 +67,7 @@ def run_doctor(
     return [finish(process) for process in processes]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("backend", ["jax", "torch", "tensorflow"])
 def test_healthy_workers(backend):
     chief, other = run_doctor(LOCAL, environments=[{"KERAS_BACKEND": backend}] * 2)
@@ -160,6 +161,7 @@ def test_clocks_are_compared_with_the_chiefs():
     assert not finding.ok and "worker 0: +0.0 s; worker 1: -5.0 s" in finding.detail
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("own_name", ["127.0.1.1", "10.77.0.9", None])
 def test_name_of_a_machine(own_name):
     """Its own may stand for the loopback, as on Debian, and for no other address."""
@@ -188,6 +190,7 @@ def test_chiefs_name_on_the_wrong_interface():
     assert "it stands for 10.77.0.1" in other.stdout
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("backend", ["torch", "tensorflow"])
 def test_blocked_connection(backend):
     skip_without_namespaces()

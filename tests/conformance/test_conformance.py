@@ -10,6 +10,7 @@ from conformance.server import compare, is_equal
 from conformance.systems import reference, strategy
 
 
+@pytest.mark.full(keep_on="jax")
 @pytest.mark.parametrize(
     "name", ["batch_norm", "dropout", "custom_train_step_with_sample_weight"]
 )

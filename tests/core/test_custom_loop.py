@@ -90,6 +90,7 @@ def on_one_device(order):
     return two_epochs(ks.OneDeviceStrategy("cpu:0"), order)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("order", "lazy", "replicas"),
     [

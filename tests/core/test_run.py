@@ -196,6 +196,7 @@ def test_run_inside_merge_call(two, compiled):
         assert strategy.run(lambda: 1) == 1
 
 
+@pytest.mark.needs_patch("Variable.assign", backend="torch")
 @pytest.mark.parametrize(
     ("aggregation", "dtype", "expected"),
     [
@@ -218,6 +219,7 @@ def test_mirrored_variable_assignment(aggregation, dtype, expected, two):
     assert results(two, v) == [expected] * 2
 
 
+@pytest.mark.needs_patch("Variable.assign_add", "Variable.assign_sub", backend="torch")
 @pytest.mark.parametrize(("aggregation", "expected"), [("mean", 12.0), ("sum", 14.0)])
 def test_mirrored_variable_addition(aggregation, expected, two):
     with two.scope():
@@ -254,6 +256,7 @@ def test_metric_counts_on_every_replica(two):
     assert number(metric.result()) == 3.0
 
 
+@pytest.mark.needs_patch("Optimizer.apply", backend="torch")
 def test_custom_training_step(two):
     """Plainly summed gradients, of losses that one divides oneself."""
 
@@ -346,6 +349,7 @@ def test_local_results(two):
     assert (first["b"], second["b"]) == (1, 1)
 
 
+@pytest.mark.needs_patch("Variable.__init__", backend="torch")
 def test_strategy_variables(mirrored):
     first, second = mirrored(2), mirrored(3)
     outside = keras.Variable(1.0)

@@ -37,6 +37,7 @@ def test_gather_of_no_rows(rows, axis, two):
     assert local(two, total) == [3.0 * sum(rows)] * 2
 
 
+@pytest.mark.needs_patch("backends.threads.patches Layer._maybe_build", backend="torch")
 def test_built_property_in_run(two):
     """Replicas take turns, and the first alone finds it unbuilt."""
     with two.scope():
@@ -94,6 +95,7 @@ def stateful(rows):
     return model
 
 
+@pytest.mark.needs_patch("RNN.call", backend="torch")
 def test_stateful_layers(two):
     x = np.random.RandomState(0).rand(8, 5, 3).astype("float32")
 

@@ -101,6 +101,18 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.needs_patch(
+    "backends.tensorflow.patches Optimizer.add_variable_from_reference",
+    "Optimizer.assign",
+    backend="tensorflow",
+    case="assign",
+)
+@pytest.mark.needs_patch(
+    "Optimizer.assign_add", backend="tensorflow", case="assign_add"
+)
+@pytest.mark.needs_patch(
+    "Optimizer.assign_sub", backend="tensorflow", case="assign_sub"
+)
 @pytest.mark.parametrize("method", OPTIMIZERS)
 def test_optimizer_of_foreign_variable_in_run_is_refused(method, two):
     make = OPTIMIZERS[method]

@@ -139,6 +139,7 @@ def through_json(state):
     return json.loads(json.dumps(state))
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.parametrize("options", [None, AHEAD], ids=["", "ahead"])
 @pytest.mark.parametrize("kind", SOURCES)
 def test_loop_resumes_at_its_batch(kind, options, two):

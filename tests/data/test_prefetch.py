@@ -304,6 +304,7 @@ def test_fit_prefetches_indexed_dataset(two):
     assert readers() == []
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.parametrize("steps", [None, 2])
 def test_prefetched_fit_equals_one_device(steps, two):
     """In the order of one device, also where an epoch ends before the data does."""
@@ -327,6 +328,8 @@ def test_prefetched_fit_equals_one_device(steps, two):
     assert largest(*weights) < 2e-5
 
 
+@pytest.mark.full(keep_on="tensorflow")
+@pytest.mark.needs_patch("PyDatasetAdapter._get_iterator", backend="tensorflow")
 def test_epoch_order_is_independent_of_prefetch(two):
     """An epoch takes two of three: TensorFlow may read the third before its end.
 
@@ -377,6 +380,7 @@ class Fails(keras.callbacks.Callback):
         self.model.stop_training = True
 
 
+@pytest.mark.full(keep_on="jax")
 @pytest.mark.parametrize("error", [None, KeyError("mine"), KeyboardInterrupt()])
 def test_early_end_of_fit_leaves_no_thread(error, two):
     _, dataset = indexed(prefetch=2)

@@ -70,6 +70,7 @@ def find_own_host(kind: str) -> str:
         pytest.skip("this host has no route, so no address but the loopback's")
 
 
+@pytest.mark.full(keep=1, keep_on="tensorflow")
 @pytest.mark.parametrize("kind", ["address", "name"])
 def test_workers_on_one_host_connect(kind, two_workers):
     host = find_own_host(kind)
@@ -90,6 +91,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.full(keep=1, keep_on="tensorflow")
 @pytest.mark.parametrize("network", NETWORKS)
 def test_workers_on_several_machines_connect(network, two_workers):
     skip_without_namespaces()
@@ -98,6 +100,7 @@ def test_workers_on_several_machines_connect(network, two_workers):
         check_same_weights(two_workers.run(train_at, hosts, machines))
 
 
+@pytest.mark.full(keep_on="jax")
 def test_workers_that_share_a_machine_connect_to_others(starter):
     skip_without_namespaces()
     with (
@@ -108,6 +111,7 @@ def test_workers_that_share_a_machine_connect_to_others(starter):
         check_same_weights(runner.run(train_at, hosts, [one, one, two]))
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_blocked_connection_is_reported(starter):
     skip_without_namespaces()
     with (
@@ -137,6 +141,7 @@ def train_with_unknown_interface() -> None:
     train_at(["127.0.0.1"] * 2)
 
 
+@pytest.mark.full(keep_on="jax")
 def test_unknown_interface_ends_all_workers(two_workers):
     two_workers.start(train_with_unknown_interface)
     ends = two_workers.wait()
@@ -156,6 +161,7 @@ def create_two_strategies() -> str:
     return str(error.value)
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_other_options_for_the_same_connection_are_refused(two_workers):
     for message in two_workers.run(create_two_strategies):
         assert "`communication_options` must be equal, or None" in message

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.parametrize("count, devices", [(2, 1), (2, 2)])
 def test_finding_is_reported_once_by_the_chief(count, devices, starter):
     with WorkerRunner(count, devices, timeout_seconds=300, starter=starter) as runner:

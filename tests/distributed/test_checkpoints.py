@@ -40,6 +40,7 @@ def written(starter, tmp_path_factory):
     return folder, first
 
 
+@pytest.mark.full(keep_on="torch")
 def test_each_worker_writes_its_shards(written):
     assert names(written[0]) == [
         f"backup-{number:09}.{kind}"
@@ -48,6 +49,7 @@ def test_each_worker_writes_its_shards(written):
     ]
 
 
+@pytest.mark.full(keep_on="jax")
 def test_checkpoint_loads_with_other_numbers_of_workers(written, starter, mirrored):
     folder, variables = written
     whole = jobs.load(str(folder), None, mirrored(1))
@@ -61,6 +63,7 @@ def test_checkpoint_loads_with_other_numbers_of_workers(written, starter, mirror
         assert_equal(whole["trained"], each["trained"], 2e-5)
 
 
+@pytest.mark.full(keep_on="torch")
 def test_checkpoint_without_shards_loads_on_workers(starter, mirrored, tmp_path):
     """The folder may be the chief's alone."""
     variables = jobs.write(str(tmp_path), None, strategy=mirrored(2))
@@ -69,6 +72,7 @@ def test_checkpoint_without_shards_loads_on_workers(starter, mirrored, tmp_path)
             assert_equal(variables, each["loaded"])
 
 
+@pytest.mark.full(keep_on="torch")
 def test_damaged_shards_are_not_loaded(written, starter, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(written[0], folder)
@@ -99,6 +103,7 @@ def test_one_process_checks_all_shards(is_missing, written, tmp_path):
     assert "backup-000000003.npz.damaged" in names(folder)
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_folders_that_are_not_shared(asynchronous, starter, tmp_path):
     with WorkerRunner(2, timeout_seconds=40, starter=starter) as runner:
@@ -108,6 +113,7 @@ def test_folders_that_are_not_shared(asynchronous, starter, tmp_path):
     assert all("Expected a folder that all workers share" in e for e in errors), errors
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 @pytest.mark.parametrize("moment", range(10))
 def test_killed_worker_leaves_a_checkpoint(moment, starter, tmp_path):
     """All variables are of one step, whenever a worker is killed."""

@@ -30,6 +30,8 @@ def written(in_turns, tmp_path_factory):
     return folders, results, printed
 
 
+@pytest.mark.full(keep_on="torch")
+@pytest.mark.needs_patch("Model.save", backend="torch")
 def test_only_chief_writes(written):
     folders, results, printed = written
     folder, results = folders["whole"], results["whole"]
@@ -92,6 +94,7 @@ def test_workers_stop_together(written):
         assert at_end_of_epoch == 8
 
 
+@pytest.mark.needs_patch("Model.save_weights", "Model.export", backend="torch")
 def test_write_error_of_chief_reaches_all_workers(written):
     chief, other = written[1]["nowhere"]
     for name in ("save", "save_weights", *["export"] * jobs.HAS_TENSORFLOW):

@@ -84,6 +84,7 @@ def connect_often() -> dict[str, Any]:
     }
 
 
+@pytest.mark.full(keep_on="jax")
 def test_process_trains_with_other_workers(starter):
     with WorkerRunner(3, timeout_seconds=240, starter=starter) as runner:
         results = runner.run(connect_often)
@@ -121,6 +122,7 @@ def use_closed_strategy() -> list[str]:
     return errors
 
 
+@pytest.mark.full(keep_on="jax")
 def test_closed_strategy_is_refused(two_workers):
     for errors in two_workers.run(use_closed_strategy):
         for message in errors:
@@ -139,6 +141,7 @@ def keep_strategy() -> str:
     return f"{rank}: {error.value}"
 
 
+@pytest.mark.full(keep_on="jax")
 def test_other_workers_are_refused_while_a_strategy_is_in_use(two_workers):
     for message in two_workers.run(keep_strategy):
         assert "already belongs to another cluster" in message

@@ -4,10 +4,12 @@ import ipaddress
 
 import keras
 import numpy as np
+import pytest
 
 from tests.distributed import jobs
 
 
+@pytest.mark.full(keep=1, keep_on="tensorflow")
 def test_collectives_of_workers(workers):
     results = workers.run(jobs.collectives)
     n = results[0]["replicas"]
@@ -37,6 +39,7 @@ def test_collectives_of_workers(workers):
         assert bool(beyond) == (keras.backend.backend() == "tensorflow"), beyond
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_first_replica_values_and_differing_shapes(in_turns):
     results, _ = in_turns(
         first=(jobs.only_the_first_counts, {}),
@@ -53,6 +56,7 @@ def test_first_replica_values_and_differing_shapes(in_turns):
     }
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_operation_of_collective_is_known(two_workers):
     """A worker that fails meanwhile is reported instead of the engine's error."""
     for names in two_workers.run(jobs.tracked_collectives):

@@ -39,6 +39,7 @@ ALIKE = {
 }
 
 
+@pytest.mark.full(keep_on="torch")
 def test_differing_fit_arguments_are_reported(two_workers):
     pytest.importorskip("pandas")
     pytest.importorskip("tensorflow")
@@ -57,6 +58,7 @@ DRIFTS = {
 }
 
 
+@pytest.mark.full(keep_on="jax")
 def test_diverging_weights_are_reported(two_workers, tmp_path):
     for results in two_workers.run(jobs.drifts, str(tmp_path)):
         assert results.keys() == DRIFTS.keys()
@@ -68,6 +70,7 @@ def test_diverging_weights_are_reported(two_workers, tmp_path):
             assert (epochs, asked) == ("[0, 1]", ends)
 
 
+@pytest.mark.full(keep_on="torch")
 def test_deadlock_is_reported(starter):
     with WorkerRunner(2, timeout_seconds=110, starter=starter) as runner:
         runner.start(jobs.chief_predicts_alone)

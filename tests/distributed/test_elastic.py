@@ -16,6 +16,8 @@ from tests.distributed.elastic_program import (
     wait_for_batch,
 )
 
+pytestmark = pytest.mark.full
+
 EPOCHS = 12  # a minute of slow batches: a worker needs long to start on a busy machine
 
 

@@ -27,6 +27,7 @@ KINDS = {
 }
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_equal_one_process(kind, two_workers):
     if kind == "delayed":

@@ -30,6 +30,7 @@ def results(in_turns, tmp_path_factory):
     return in_turns(**calls)[0]
 
 
+@pytest.mark.full(keep_on="torch")
 def test_shared_datasets_are_split(results):
     pytest.importorskip("tensorflow")
     pytest.importorskip("torch")
@@ -73,6 +74,7 @@ def test_run_of_different_native_batches_is_reported(two_workers):
         two_workers.run(input_jobs.skip_batches, native=True)
 
 
+@pytest.mark.full(keep_on="jax")
 def test_worker_reads_local_rows_of_loader(results):
     """29 rows by 8, whose last 5 are 3 and 2; each computes all of these on JAX."""
     pytest.importorskip("torch")

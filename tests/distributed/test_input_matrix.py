@@ -11,6 +11,7 @@ from tests.distributed import input_matrix_jobs as jobs
 LIBRARIES = {"loader": "torch", "stream": "torch", "tf.data": "tensorflow"}
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("source", jobs.SOURCES)
 def test_input_equals_one_process(starter, source):
     library = LIBRARIES.get(source.split()[0], source)

@@ -29,6 +29,7 @@ def make_trainer():
     return train
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_launched_workers_match_one_device(capfd):
     train = make_trainer()
     replicas, weights = ks.launch(train, (EPOCHS,), {"verbose": 2}, workers=2)

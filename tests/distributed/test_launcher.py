@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import numpy as np
+import pytest
 
 from keras_strategy.commands import launcher
 from keras_strategy.commands.launcher import Launcher
@@ -32,6 +33,7 @@ def warm(starter):
     return start
 
 
+@pytest.mark.full(keep_on="torch")
 def test_launcher_runs_example(two_workers):
     two_workers.start(ROOT / "examples" / "multi_worker.py", "--epochs", 2)
     chief, other = two_workers.wait()
@@ -40,6 +42,7 @@ def test_launcher_runs_example(two_workers):
     assert "on 2 replicas" in chief.output
 
 
+@pytest.mark.full
 def test_restarted_training_matches_uninterrupted_run(
     two_workers, starter, tmp_path, monkeypatch, capsys
 ):

@@ -65,6 +65,7 @@ def passes(one: Machine, other: Machine) -> bool:
             return False
 
 
+@pytest.mark.full(keep_on="torch")
 def test_delay_counts_in_each_direction():
     with simulated_machines(2, delay_ms=20) as (one, two):
         times = measure_milliseconds(one, two, count=20)
@@ -72,6 +73,7 @@ def test_delay_counts_in_each_direction():
     assert 40 <= min(times) < 60
 
 
+@pytest.mark.full(keep_on="torch")
 def test_fraction_of_frames_is_lost():
     count, loss = 400, 0.2
     with (
@@ -112,6 +114,7 @@ def test_rate_limits_what_a_machine_sends():
     assert 0.18 < seconds < 8 * 0.2
 
 
+@pytest.mark.full(keep_on="torch")
 def test_links_change_while_machines_run(links):
     with simulated_machines(3, links=links) as (one, two, three):
         pairs = [(one, two), (two, one), (one, three), (three, two)]
@@ -149,6 +152,7 @@ def train(machines: list[Machine]) -> list[np.ndarray]:
     return model.get_weights()
 
 
+@pytest.mark.full
 def test_slow_lossy_links_give_the_same_weights(starter):
     found = []
     for options in ({}, {"delay_ms": 20, "loss": 0.01}):

@@ -20,6 +20,7 @@ def rows_of(table, rank):
     return sum(rows[rank] for rows in table)
 
 
+@pytest.mark.full(keep=1, keep_on="tensorflow")
 @pytest.mark.parametrize(
     ("count", "devices", "name"),
     [(2, 1, "equal"), (3, 1, "unequal"), (2, 2, "unequal")],
@@ -48,6 +49,7 @@ def test_local_rows_give_one_devices_weights(starter, count, devices, name):
         assert (got["gathered"] != []) == travels
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_local_datasets_resume(two_workers):
     for result in two_workers.run(jobs.goes_on):
         (expected, indexed), (expected_own, own) = result
@@ -56,6 +58,7 @@ def test_local_datasets_resume(two_workers):
         assert expected_own == own and len(own) == 3
 
 
+@pytest.mark.full(keep_on="torch")
 def test_fit_with_local_rows_in_many_ways(two_workers):
     expected = jobs.ways_to_fit(alone=True)
     for result in two_workers.run(jobs.ways_to_fit):

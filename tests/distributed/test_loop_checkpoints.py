@@ -16,6 +16,7 @@ def check_same_bits(uninterrupted, stopped, resumed):
     assert resumed["draws"] == uninterrupted["draws"][6:]
 
 
+@pytest.mark.full(keep_on="jax")
 def test_resumed_loop_ends_with_same_bits(two, tmp_path):
     saved = str(tmp_path / "stopped")
     check_same_bits(
@@ -25,6 +26,7 @@ def test_resumed_loop_ends_with_same_bits(two, tmp_path):
     )
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_resumed_loop_of_workers_ends_with_same_bits(starter, tmp_path):
     def run(folder, *arguments):
         with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:

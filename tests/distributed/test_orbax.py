@@ -14,6 +14,8 @@ from tests.training.test_keras_distribution import (
     skip_without_orbax,
 )
 
+pytestmark = pytest.mark.full(keep=1)
+
 
 def train_and_load(folder: str, shard: str | None) -> tuple[list[str], list, list]:
     """Return the names of the checkpoints, and the state saved and loaded."""
@@ -40,6 +42,7 @@ def train_and_load(folder: str, shard: str | None) -> tuple[list[str], list, lis
     return sorted(os.listdir(folder)), *states
 
 
+@pytest.mark.full(keep_on="tensorflow")
 @pytest.mark.parametrize("shard", [None, "optimizer"])
 def test_workers_save_one_checkpoint(shard, two_workers, tmp_path):
     skip_without_orbax()

@@ -15,6 +15,7 @@ from tests.equality.compare import largest
 KINDS = [False, *([True] if keras.backend.backend() == "tensorflow" else [])]
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.parametrize("native", KINDS, ids=["ours", "native"][: len(KINDS)])
 def test_workers_save_end_and_resume_together(starter, tmp_path, native):
     """To the last bit."""

@@ -25,6 +25,7 @@ def of_two(starter, tmp_path_factory):
     return results, folder / "left"
 
 
+@pytest.mark.full(keep_on="jax")
 def test_resume_with_equal_number_of_workers(of_two):
     """To the last bit."""
     results, _ = of_two
@@ -35,6 +36,7 @@ def test_resume_with_equal_number_of_workers(of_two):
             assert told == whole["logs"][name][1:], name
 
 
+@pytest.mark.full(keep_on="torch")
 def test_resume_after_preemption(starter, tmp_path):
     """All end after the same batch, though one was asked to."""
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
@@ -50,6 +52,7 @@ def same(whole: dict, resumed: dict) -> None:
         np.testing.assert_allclose(told, whole["logs"][name][1:], atol=1e-5)
 
 
+@pytest.mark.full(keep=1, keep_on="tensorflow")
 def test_resume_with_another_number_of_workers(of_two, starter, mirrored, tmp_path):
     """From two to three and to one, and from one to two."""
     results, left = of_two
@@ -67,6 +70,7 @@ def test_resume_with_another_number_of_workers(of_two, starter, mirrored, tmp_pa
         assert not pathlib.Path(folder).exists()
 
 
+@pytest.mark.full
 def test_resume_on_another_backend(tmp_path):
     """Of two replicas on this one, and of three on the next."""
     this = keras.backend.backend()

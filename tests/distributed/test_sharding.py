@@ -7,6 +7,8 @@ from keras_strategy.core.registry import get_engine
 from keras_strategy.testing import WorkerRunner
 from tests.distributed import sharding_jobs as jobs
 
+pytestmark = pytest.mark.full(keep=1)
+
 MODES = [
     s
     for s in ("optimizer", "parameters")
@@ -14,6 +16,7 @@ MODES = [
 ]
 
 
+@pytest.mark.full(keep_on="tensorflow")
 @pytest.mark.parametrize("shard", MODES)
 def test_two_workers_equal_one_device(shard, starter, tmp_path):
     one = jobs.train(None, str(tmp_path), alone=True)

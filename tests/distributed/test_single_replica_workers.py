@@ -30,6 +30,7 @@ def results(in_turns):
     return in_turns(**{job.__name__: (job, {}) for job in WORKED})[0]
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.skipif(
     BACKEND == "tensorflow", reason="a run that fails says that this stays assigned"
 )
@@ -66,6 +67,7 @@ def test_first_read_of_foreign_on_read_sum(starter):
             assert result == [7.0, 2.5, 5.0]  # each has half of the 5, and adds 1
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.parametrize("job", TRAINED, ids=lambda job: job.__name__)
 def test_workers_equal_one_process(job, results):
     expected = job(alone=True)

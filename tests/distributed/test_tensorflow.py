@@ -12,6 +12,7 @@ from tests.distributed import tensorflow_jobs as jobs
 from tests.distributed.test_training import equal
 
 
+@pytest.mark.full
 def test_fit_in_many_ways_equals_one_device(starter):
     """On 4 replicas of 2 workers; three workers fit arrays in test_training.py."""
     with WorkerRunner(2, 2, timeout_seconds=300, starter=starter) as runner:

@@ -9,6 +9,8 @@ from tests.distributed import jobs, local_rows_jobs, sharding_jobs
 from tests.distributed import tpu_jobs as tpu
 from tests.distributed.test_training import equal
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.skipif(
     keras.backend.backend() != "jax", reason="TPUStrategy is there on JAX"

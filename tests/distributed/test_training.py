@@ -27,6 +27,7 @@ def equal(one, other, tolerance=TOLERANCE):
 # By batches of 8. Of the last one some of 3 workers have 2 rows and one has 1; of 4
 # replicas in 2 workers the first has the only row, and one worker has none. There they
 # take a step of 5 rows and evaluate by as many.
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("count", "devices", "rows"), [(3, 1, 29), (2, 2, 25)], ids=["3x1", "2x2"]
 )
@@ -59,6 +60,7 @@ def results(in_turns):
     return in_turns(**calls)[0]
 
 
+@pytest.mark.full(keep_on="jax")
 @pytest.mark.parametrize("name", ["batch_statistics", "custom_loop", "users_functions"])
 def test_all_entry_points_equal_one_device(name, results):
     expected = getattr(jobs, name)(alone=True, **CALLS[name])
@@ -66,6 +68,8 @@ def test_all_entry_points_equal_one_device(name, results):
         assert equal(result, expected)
 
 
+@pytest.mark.needs_patch("TorchEpochIterator._get_iterator", backend="torch")
+@pytest.mark.needs_patch("TFEpochIterator._get_iterator", backend="tensorflow")
 def test_data_ending_early_is_reported(results):
     results = results["epochs_of_different_length"]
     assert [result["steps"] for result in results] == [2, 2]

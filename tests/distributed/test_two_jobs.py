@@ -5,6 +5,7 @@ import json
 import os
 
 import numpy as np
+import pytest
 
 import keras_strategy as ks
 from keras_strategy.testing import WorkerRunner
@@ -29,6 +30,7 @@ def sum_of_job(job: int, number: int) -> tuple[str, float]:
     return strategy.cluster_resolver.job_identity, float(strategy.reduce("sum", value))
 
 
+@pytest.mark.full(keep_on="torch")
 def test_jobs_on_one_node_do_not_meet(starter):
     # Other runs of this test, such as another backend's, are other jobs.
     jobs = [2 * os.getpid(), 2 * os.getpid() + 1]

@@ -16,6 +16,8 @@ def results(starter):
         return runner.run(jobs.rounds)
 
 
+@pytest.mark.full(keep_on="torch")
+@pytest.mark.needs_patch("Layer._track_variables", backend="torch")
 def test_scope_compares_variables_once(results):
     for result in results:
         # On TensorFlow a variable gets the chief's value when it is made.
@@ -66,6 +68,7 @@ def test_one_worker_reads_batch_logs(results):
     assert len(losses) == 6 and np.all(np.isfinite(losses))
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_diverging_workers_are_reported(starter, tmp_path):
     environment = {"KERAS_STRATEGY_TIMEOUT_SECONDS": "15"}
     with WorkerRunner(

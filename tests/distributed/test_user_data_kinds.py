@@ -31,6 +31,7 @@ def results(in_turns, tmp_path_factory):
     return in_turns(**calls)[0]
 
 
+@pytest.mark.full
 @needs_grain
 @needs_libraries
 def test_fit_with_users_data_kinds(results):
@@ -43,6 +44,7 @@ def test_fit_with_users_data_kinds(results):
         assert len(result["not twice"]) == jobs.ROWS
 
 
+@pytest.mark.full(keep_on="torch")
 def test_training_ends_with_first_exhausted_worker(results):
     expected = jobs.until_the_first_ends(alone=True)
     for result in results["ended"]:

@@ -24,6 +24,7 @@ def on_one_device(name, **fit):
     return jobs.fit(name, strategy, **fit)
 
 
+@pytest.mark.full(keep=1, keep_on="jax")
 @pytest.mark.parametrize(
     ("workers", "devices", "names"),
     [
@@ -42,6 +43,7 @@ def test_workers_have_bits_of_one_device(workers, devices, names, starter):
             assert worker[name] == expected
 
 
+@pytest.mark.full
 def test_killed_worker_and_resume_on_fewer(starter, tmp_path):
     moments = random.Random(time.time_ns())
     rank, delay = moments.randrange(3), moments.uniform(0.0, 1.0)

@@ -5,10 +5,13 @@ That both train to the same weights, to the last bit, is tested there.
 
 import os
 
+import pytest
+
 from keras_strategy.testing import WorkerRunner
 from tests.distributed import jobs
 
 
+@pytest.mark.full(keep_on="jax")
 def test_unseeded_workers_agree_on_a_seed(two_workers):
     first, second = (two_workers.run(jobs.collectives)[0] for _ in range(2))
     assert (first["first"] != second["first"]).all()

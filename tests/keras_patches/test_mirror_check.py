@@ -92,6 +92,7 @@ class Drifting(keras.optimizers.SGD):
         super().update_step(gradient, variable, learning_rate)
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_fit_of_sound_model_passes(two):
     batches = []
     counting = keras.callbacks.LambdaCallback(
@@ -135,6 +136,7 @@ def test_bad_arguments_are_refused():
         ks.config.check_mirrored(1)
 
 
+@pytest.mark.full(keep_on="torch")
 def test_process_seeds_are_not_checked(two):
     keras.utils.clear_session()  # forgets the generator that other tests made
     with two.scope():

@@ -1,6 +1,10 @@
 """The recipe of torchrun."""
 
+import pytest
+
 from tests.launchers import recipes
+
+pytestmark = pytest.mark.full
 
 
 def test_torchrun(tmp_path, compare):

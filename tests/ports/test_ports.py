@@ -22,6 +22,8 @@ from tests.ports import (
 )
 from tests.ports.port import BACKEND, TOLERANCES, Port, differences
 
+pytestmark = pytest.mark.full
+
 FILES = [
     parameter_servers,
     keras_io_layers,

@@ -9,6 +9,8 @@ import keras_strategy as ks
 from keras_strategy.testing import WorkerRunner
 from tests.speed.counts import count_operations
 
+pytestmark = pytest.mark.full
+
 NORMALIZATIONS = 3
 
 

@@ -11,6 +11,8 @@ from benchmarks.cases import CASES
 from benchmarks.comparisons import BACKENDS, COMPARISONS
 from benchmarks.program_process import find_function
 
+pytestmark = pytest.mark.full
+
 OF_BACKEND = [c for c in COMPARISONS if c.backend == keras.backend.backend()]
 
 

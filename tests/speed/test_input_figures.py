@@ -6,6 +6,8 @@ import pytest
 from keras_strategy.testing import WorkerRunner
 from tests.speed import input_figures
 
+pytestmark = pytest.mark.full
+
 BACKEND = keras.backend.backend()
 WORKERS = 2
 

@@ -12,7 +12,7 @@ if keras.backend.backend() != "jax":
 
 from tests.speed.figures import figures_of, python_calls
 
-pytestmark = pytest.mark.usefixtures("compiled_here")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("compiled_here")]
 
 BATCH = 16
 X = np.random.default_rng(0).normal(size=(100 * BATCH, 24)).astype("float32")

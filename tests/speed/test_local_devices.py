@@ -2,10 +2,14 @@
 
 import json
 
+import pytest
+
 import keras_strategy as ks
 from benchmarks import local_devices
 from benchmarks.local_devices import main
 from keras_strategy.training.ownership import strategy_of_model
+
+pytestmark = pytest.mark.full
 
 
 def test_bench_compares_devices(capsys, monkeypatch):

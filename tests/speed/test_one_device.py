@@ -7,6 +7,8 @@ import keras_strategy as ks
 from keras_strategy.testing import WorkerRunner
 from tests.speed.one_device_jobs import calls_of_a_step
 
+pytestmark = pytest.mark.full
+
 BACKEND = keras.backend.backend()
 # torch runs Keras's Python at every step: there it is asked what the results of metrics
 # are, and whose model makes a function.

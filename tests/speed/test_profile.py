@@ -8,6 +8,8 @@ import keras_strategy as ks
 from keras_strategy.training import reduction
 from tests.speed.counts import count_operations
 
+pytestmark = pytest.mark.full
+
 X = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
 Y = X[:, :2] * 0.5
 BACKEND = keras.backend.backend()

@@ -16,6 +16,8 @@ from keras_strategy.backends.tensorflow import compile_cache
 from tests.speed import counts_tensorflow
 from tests.speed.figures import figures_of
 
+pytestmark = pytest.mark.full
+
 BATCH = 8
 X = np.random.RandomState(0).rand(64, 5).astype("float32")
 Y = np.random.RandomState(1).randint(0, 3, 64)

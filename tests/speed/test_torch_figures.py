@@ -12,6 +12,8 @@ if keras.backend.backend() != "torch":
 
 from tests.speed import torch_jobs  # noqa: E402
 
+pytestmark = pytest.mark.full
+
 # Of the digest that travels behind the gradients: its bytes and their squares.
 CHECKSUM_BYTES = 2 * 7 * 4
 
@@ -37,6 +39,7 @@ def test_cost_per_step_of_two_replicas(loop, mirrored):
     check(torch_jobs.figures(mirrored(2), loop), THREADS_CALLS)
 
 
+@pytest.mark.needs_patch("Model.get_metrics_result", backend="torch")
 def test_cost_per_step_of_two_processes(starter):
     with WorkerRunner(2, timeout_seconds=300, starter=starter) as runner:
         results = runner.run(torch_jobs.figures_of_a_worker, list(WORKER_CALLS))

@@ -96,6 +96,7 @@ def trained(page, name, make, strategy):
     return train(strategy, make, x, page.y, shuffle=False, predicted=0)
 
 
+@pytest.mark.full(keep_on="jax")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_exact_program_equals_one_device(page, two, caplog, name):
     make = PROGRAMS[name][1](page)
@@ -104,6 +105,7 @@ def test_exact_program_equals_one_device(page, two, caplog, name):
     assert not logged(caplog)
 
 
+@pytest.mark.full(keep_on="tensorflow")
 @pytest.mark.skipif(BACKEND == "jax", reason="`fit` computes the global batch")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_usual_program_warns_and_equals_one_device(page, two, caplog, name):
@@ -116,6 +118,7 @@ def test_usual_program_warns_and_equals_one_device(page, two, caplog, name):
     assert warning in " ".join(PAGE.read_text().split())
 
 
+@pytest.mark.full(keep_on="torch")
 def test_batch_statistics_equal_one_device(page, two):
     one = trained(page, "statistics", page.normalized, None)
     assert_equal(one, trained(page, "statistics", page.normalized, two))
@@ -125,6 +128,7 @@ def test_batch_statistics_equal_one_device(page, two):
         assert differences(one, fast)["weights"] > 1e-3
 
 
+@pytest.mark.full(keep_on="jax")
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_gan_loop_equals_one_device(two, is_exact):
     end = "experimental_distribute_dataset"

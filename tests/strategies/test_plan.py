@@ -71,12 +71,14 @@ def assert_equals_report(build, replicas):
             assert getattr(choice, kind) == max(getattr(report, kind)), (shard, kind)
 
 
+@pytest.mark.full(keep=5, keep_on="tensorflow")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_bytes_equal_memory_report(optimizer, replicas):
     assert_equals_report(lambda: small(optimizer), replicas)
 
 
+@pytest.mark.full(keep_on="tensorflow")
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_bytes_of_units_equal_memory_report(optimizer):
     """With more weights than one unit on torch."""
@@ -103,6 +105,7 @@ def in_bfloat16():
     return model
 
 
+@pytest.mark.full(keep_on="tensorflow")
 @pytest.mark.parametrize("devices", [1, 2, 8, 64])
 def test_states_equal_zero_table(devices):
     """Rajbhandari et al., 2020, figure 1, for K = 12; stage 2 is no choice of ours."""
@@ -128,6 +131,7 @@ def test_unshardable_optimizer_is_reported():
     assert choice.note in str(plan)
 
 
+@pytest.mark.full(keep_on="jax")
 def test_model_larger_than_memory_allocates_nothing():
     plan = functools.partial(ks.plan, batch_size=8, devices=512, memory=35e9)
     plan(small)  # imports what planning needs
@@ -149,6 +153,7 @@ def dense(width):
     return model
 
 
+@pytest.mark.full
 @pytest.mark.skipif(BACKEND != "torch", reason="others do not count their CPUs' memory")
 def test_peak_is_measured_peak(starter):
     """By torch's profiler, as for the tables of docs/memory.md."""
@@ -181,6 +186,7 @@ def test_peak_needs_the_devices():
     assert choice.peak is None and "compiles the step for 64 devices" in choice.note
 
 
+@pytest.mark.full(keep_on="jax")
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="it measures no peak")
 def test_peak_is_that_of_fullest_device():
     build = functools.partial(dense, 64)
@@ -194,6 +200,7 @@ def test_peak_is_that_of_fullest_device():
     assert step(9, 4) == step(12, 4) > step(8, 4)
 
 
+@pytest.mark.full(keep_on="torch")
 def test_cheapest_choice_fits():
     build = functools.partial(transformer, width=128)
     plan = ks.plan(build, 8, 4)
@@ -232,6 +239,7 @@ def test_plan_changes_nothing():
     )
 
 
+@pytest.mark.full(keep_on="jax")
 @pytest.mark.parametrize("shard", SHARDS)
 def test_existing_model_has_the_plan_of_a_new_one(shard):
     """As `keras-strategy plan` finds one, whatever its strategy shards."""

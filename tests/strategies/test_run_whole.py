@@ -54,6 +54,19 @@ def test_whole_function_equals_one_device(replicas, mirrored):
     assert calls == [1, 1]  # once for each batch, as on one device
 
 
+def test_synchronized_normalization_of_whole_step(two):
+    plain = keras.layers.BatchNormalization()
+    with two.scope():
+        layer = keras.layers.BatchNormalization(synchronized=True)
+    for batch in two.experimental_distribute_dataset([X[:8]]):
+        step = lambda x: layer(x, training=True)  # noqa: E731
+        outputs = two.run(step, args=(batch,), options=WHOLE)
+    outputs = ops.convert_to_numpy(two.gather(outputs, axis=0))
+    expected = ops.convert_to_numpy(plain(X[:8], training=True))
+    assert largest([expected], [outputs]) < 1e-6
+    assert largest(plain.get_weights(), layer.get_weights()) < 1e-6
+
+
 @pytest.mark.skipif(keras.backend.backend() == "jax", reason="`run` shards otherwise")
 def test_shards_are_updated(mirrored):
     sharded = ks.MirroredStrategy(["cpu:0", "cpu:1"], shard="optimizer")

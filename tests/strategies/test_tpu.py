@@ -91,6 +91,7 @@ def alone():
     )
 
 
+@pytest.mark.full(keep=1)
 @jax_alone
 @pytest.mark.parametrize(
     "per_replica, parts, layout_map",
@@ -187,6 +188,7 @@ def steps_alone():
     return steps(ks.OneDeviceStrategy("cpu:0"), False)
 
 
+@pytest.mark.full(keep=1)
 @jax_alone
 @pytest.mark.parametrize("per_replica", [2, 4])
 def test_custom_loop_equals_one_device(per_replica):
@@ -270,6 +272,7 @@ def test_weights_equal_keras_model_parallel():
         np.testing.assert_allclose(own, theirs, atol=2e-5)
 
 
+@pytest.mark.full(keep=1)
 @jax_alone
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_sharded_state_of_replicas(shard):

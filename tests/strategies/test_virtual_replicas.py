@@ -36,6 +36,7 @@ def virtual(devices, replicas=6, **options):
     return ks.MirroredStrategy(names, virtual_replicas=replicas, **options)
 
 
+@pytest.mark.full(keep_on="jax")
 @supported
 def test_fit_equals_one_device_and_has_same_bits():
     one = train(None, model, X, Y)
@@ -49,6 +50,7 @@ def test_fit_equals_one_device_and_has_same_bits():
     assert ks.fingerprint(one.model) != ks.fingerprint(found[0].model)
 
 
+@pytest.mark.full(keep_on="torch")
 @supported
 def test_run_equals_one_device_and_has_same_bits():
     def trained(strategy):
@@ -90,6 +92,7 @@ def test_run_equals_one_device_and_has_same_bits():
             np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full(keep_on="torch")
 @supported
 @pytest.mark.parametrize("devices", [1, 2])
 def test_step_over_local_rows_equals_one_device(devices, caplog):
@@ -110,6 +113,7 @@ def test_step_over_local_rows_equals_one_device(devices, caplog):
     assert "differs from one device's" in caplog.text
 
 
+@pytest.mark.full(keep_on="jax")
 @supported
 def test_half_floats_with_loss_scale_have_same_bits():
     """The sums of gradients precede the condition that applies them."""
@@ -155,6 +159,7 @@ def test_weights_that_differ_at_the_end_of_a_step_are_refused(audit_mode):
         made.fit(X[:12], Y[:12], batch_size=12, verbose=0)
 
 
+@pytest.mark.full(keep_on="torch")
 @supported
 def test_state_without_aggregation_must_be_equal(audit_mode):
     audit_mode("off")
@@ -387,6 +392,7 @@ def test_memory_report_counts_shared_variables_once():
     assert report.parameters == (weights, *[0] * 5)
 
 
+@pytest.mark.full(keep_on="torch")
 @supported
 def test_assignments_in_run_are_merged_or_refused():
     """Replicas of a device have one copy, so that each cannot keep its own value."""
@@ -482,6 +488,7 @@ def test_replicas_compute_with_one_thread():
         torch.set_num_threads(threads)
 
 
+@pytest.mark.full(keep_on="torch")
 @supported
 @pytest.mark.parametrize("devices", [2, 3])
 def test_resume_on_other_devices_has_same_bits(devices, tmp_path):

@@ -283,6 +283,7 @@ def test_each_worker_may_have_its_environment():
         assert runner.run(os.getenv, "WORD") == ["first", "second"]
 
 
+@pytest.mark.full
 def test_docstring_examples_run():
     texts = [inspect.cleandoc(x.__doc__ or "") for x in (WorkerRunner, WarmStarter)]
     examples = re.findall(r"```python\n(.*?)```", "\n".join(texts), re.DOTALL)

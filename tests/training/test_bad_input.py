@@ -25,6 +25,15 @@ METHODS = ["compile", "fit", "evaluate", "predict"]
 METHODS += ["train_on_batch", "test_on_batch", "predict_on_batch"]
 
 
+@pytest.mark.full(keep_on="jax")
+@pytest.mark.needs_patch("Model.fit", backend="torch", case="fit")
+@pytest.mark.needs_patch("Model.evaluate", backend="torch", case="evaluate")
+@pytest.mark.needs_patch("Model.predict", backend="torch", case="predict")
+@pytest.mark.needs_patch("Model.train_on_batch", backend="torch", case="train_on_batch")
+@pytest.mark.needs_patch("Model.test_on_batch", backend="torch", case="test_on_batch")
+@pytest.mark.needs_patch(
+    "Model.predict_on_batch", backend="torch", case="predict_on_batch"
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_model_from_outside_scope_is_refused(method, two):
     model = compiled()
@@ -90,6 +99,9 @@ def raising_loss(y_true, y_pred):
     raise ArithmeticError("a loss failed")
 
 
+@pytest.mark.needs_patch(
+    "keras.src.utils.traceback_utils.include_frame", backend="torch", case="layer"
+)
 @pytest.mark.parametrize("source", ["layer", "loss", "callback", "shape"])
 def test_error_in_fit_has_short_traceback(source, two, monkeypatch):
     """As in Keras, with a setting that shows all frames."""
@@ -143,6 +155,7 @@ def test_first_dimension_other_than_batch_runs_whole(two):
     assert found[0].shape == (len(X), 1) and largest(*found) < 1e-5
 
 
+@pytest.mark.needs_patch("Model._maybe_symbolic_build", backend="tensorflow")
 def test_differing_row_counts_are_refused(two):
     with two.scope():
         model = compiled()
@@ -263,6 +276,7 @@ def survivor():
         return small()
 
 
+@pytest.mark.full(keep=5, keep_on="torch")
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("name", BAD)
 def test_same_result_as_one_device_or_clearer_error(name, good, survivor):

@@ -69,6 +69,10 @@ def loop(model, method, listening=()):
         getattr(model, method)(X, Y, **options)
 
 
+@pytest.mark.full(keep_on="torch")
+@pytest.mark.needs_patch("CallbackList.on_epoch_begin", backend="jax", case="fit")
+@pytest.mark.needs_patch("CallbackList.on_test_begin", backend="jax", case="evaluate")
+@pytest.mark.needs_patch("CallbackList.on_predict_begin", backend="jax", case="predict")
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_unused_batch_callbacks_are_not_called(method, two, told):
     one_device = ks.OneDeviceStrategy(two.extended.worker_devices[0])

@@ -93,6 +93,7 @@ class Own(keras.Model):
         return self.output_(self.renorm(x, training=training))
 
 
+@pytest.mark.full(keep_on="jax")
 def test_cnn_equals_one_device(mirrored, of_all):
     """By default, with an uneven last batch; local statistics differ."""
     one = equal(mirrored(3), cnn, IMAGES, Y)
@@ -104,10 +105,12 @@ def test_cnn_equals_one_device(mirrored, of_all):
     assert local.apart == 0
 
 
+@pytest.mark.full(keep_on="torch")
 def test_custom_model_equals_one_device(mirrored):
     equal(mirrored(3), lambda: compiled(Own()), X, Y)
 
 
+@pytest.mark.full(keep_on="jax")
 def test_masked_statistics_equal_one_device(mirrored):
     """Of the steps of a sequence, also where a layer is called for each of them."""
 
@@ -139,6 +142,7 @@ def test_small_variance_is_stable(of_all):
     )
 
 
+@pytest.mark.full(keep_on="torch")
 def test_random_layers_after_normalization(of_all, two, caplog):
     """A step is rehearsed for them, by one replica: it asks no other there."""
 
@@ -153,6 +157,7 @@ def test_random_layers_after_normalization(of_all, two, caplog):
     assert "random" not in caplog.text
 
 
+@pytest.mark.full(keep_on="jax")
 def test_train_on_batch_and_run(of_all):
     """One row after another number of them; in `run` all rows count alike."""
     results = []
@@ -224,6 +229,7 @@ def test_float16_statistics(two):
         keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.full(keep_on="torch")
 def test_saved_model_is_plain_keras(of_all, tmp_path):
     def make():
         return of(layers.Dense(4, name="dense"), layers.BatchNormalization(name="n"))

@@ -58,6 +58,7 @@ def same(make_callbacks, mirrored, **options):
     return one, many
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_early_stopping_restores_the_best_weights(mirrored):
     # With a start from which the validation loss rises, epoch 1 is the best.
     def stop():
@@ -76,6 +77,7 @@ def test_early_stopping_restores_the_best_weights(mirrored):
     same(restore, mirrored, epochs=20)
 
 
+@pytest.mark.full(keep_on="jax")
 @pytest.mark.parametrize(
     "make",
     [
@@ -101,6 +103,7 @@ def test_terminate_on_nan(mirrored):
         assert len(history["loss"]) == 1
 
 
+@pytest.mark.full(keep=1, keep_on="jax")
 @pytest.mark.parametrize("swap_on_epoch", [False, True])
 def test_swap_ema_weights(swap_on_epoch, mirrored, tmp_path):
     """Into the model for what is validated and saved, and out of it again."""
@@ -122,6 +125,7 @@ def test_swap_ema_weights(swap_on_epoch, mirrored, tmp_path):
     assert largest(one.get_weights(), many.get_weights()) < 2e-5
 
 
+@pytest.mark.full(keep_on="jax")
 def test_model_checkpoint(mirrored, tmp_path):
     files = itertools.count()
 
@@ -155,6 +159,7 @@ def test_checkpoints_between_batches(mirrored, tmp_path):
         assert largest(one.get_weights(), many.get_weights()) < 2e-5
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_csv_logger(mirrored, tmp_path):
     files = itertools.count()
     same(lambda: [callbacks.CSVLogger(tmp_path / f"{next(files)}.csv")], mirrored)
@@ -189,6 +194,7 @@ def events(folder):
     return found
 
 
+@pytest.mark.full(keep_on="jax")
 def test_tensor_board(mirrored, tmp_path):
     """It needs TensorFlow on every backend, on one device too."""
     pytest.importorskip("tensorflow")
@@ -214,6 +220,7 @@ def test_tensor_board(mirrored, tmp_path):
     assert largest(list(one.values()), list(many.values())) < 2e-5
 
 
+@pytest.mark.full(keep=1, keep_on="jax")
 def test_backup_and_restore(mirrored, tmp_path):
     """Stopped in the third epoch and resumed: as if it had not been."""
     strategy = mirrored(2)
@@ -256,6 +263,7 @@ class Weights(callbacks.Callback):
             )
 
 
+@pytest.mark.full(keep_on="torch")
 def test_weights_between_batches(mirrored):
     seen = []
     for strategy in (None, mirrored(2)):
@@ -323,6 +331,7 @@ class Busy(callbacks.Callback):
         self.model.stop_training = False
 
 
+@pytest.mark.full(keep_on="jax")
 def test_callback_can_use_model(mirrored):
     """Between epochs; with a rate for each batch, and epochs cut short."""
     busy = []

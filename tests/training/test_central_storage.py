@@ -65,6 +65,8 @@ def kept(model):
     return [*model.trainable_variables, *model.optimizer.variables]
 
 
+@pytest.mark.full(keep_on="tensorflow")
+@pytest.mark.needs_patch("Model._get_state_sharding_spec", backend="jax")
 def test_fit_evaluate_predict_and_save(strategy, tmp_path):
     """The last of the batches has 5 rows, for two replicas."""
     looking = Looking()

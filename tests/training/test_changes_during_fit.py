@@ -37,6 +37,10 @@ def test_clear_session_in_callback(two):
     assert_one_devices(two, compiled, callbacks)
 
 
+@pytest.mark.needs_patch(
+    "keras.backend.clear_session", "keras.utils.clear_session", backend="jax"
+)
+@pytest.mark.needs_patch("_DefaultGraphStack.reset", backend="tensorflow")
 def test_clear_session_in_scope(two):
     def make():
         keras.backend.clear_session(free_memory=False)
@@ -71,6 +75,7 @@ def replace_optimizer(model):
     model.make_train_function(force=True)
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.parametrize("change", [compile_with_metric, replace_optimizer])
 def test_change_in_callback(change, two):
     if BACKEND == "jax":

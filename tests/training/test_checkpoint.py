@@ -67,6 +67,7 @@ def assert_equal(model, other):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full(keep_on="tensorflow")
 @pytest.mark.parametrize("shard", SHARDS)
 def test_checkpoint_loads_under_other_strategies(shard, tmp_path):
     model = made(4, shard)
@@ -87,6 +88,7 @@ def test_checkpoint_loads_under_other_strategies(shard, tmp_path):
             np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.parametrize("shard", SHARDS)
 def test_files_have_the_shards_of_each_replica(shard, tmp_path):
     model = made(3, shard)
@@ -98,6 +100,7 @@ def test_files_have_the_shards_of_each_replica(shard, tmp_path):
     np.testing.assert_array_equal(arrays["model/0"], model.layers[0].kernel.numpy())
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_checkpoint_becomes_a_plain_file(tmp_path):
     model = made(2, SHARDS[-1])
     fit(model, ShardedCheckpoint(tmp_path))
@@ -110,6 +113,7 @@ def test_checkpoint_becomes_a_plain_file(tmp_path):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
+@pytest.mark.full(keep_on="torch")
 def test_weights_alone_are_loaded_into_an_uncompiled_model(tmp_path):
     model = made(2, SHARDS[-1])
     fit(model, ShardedCheckpoint(tmp_path))
@@ -119,6 +123,7 @@ def test_weights_alone_are_loaded_into_an_uncompiled_model(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_backup_and_restore_resumes_from_a_checkpoint(asynchronous, tmp_path):
     """Also within an epoch."""
@@ -142,6 +147,7 @@ def test_backup_and_restore_resumes_from_a_checkpoint(asynchronous, tmp_path):
     assert_equal(whole, resumed)
 
 
+@pytest.mark.full(keep_on="torch")
 def test_asynchronous_backup_is_what_the_step_left(tmp_path, monkeypatch):
     """The next step changes the variables before they are written."""
     kept, write = {}, checkpoint._write_file
@@ -170,6 +176,7 @@ def test_asynchronous_backup_is_what_the_step_left(tmp_path, monkeypatch):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full(keep_on="jax")
 def test_number_of_kept_checkpoints(tmp_path):
     fit(made(2), ShardedCheckpoint(tmp_path, every=1, max_to_keep=3))
     names = [f"backup-{number:09}.npz" for number in (4, 5, 6)]
@@ -179,6 +186,7 @@ def test_number_of_kept_checkpoints(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["backup-000000007.npz"]
 
 
+@pytest.mark.full(keep_on="jax")
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_failed_asynchronous_write_is_raised(epoch, tmp_path):
     """By the next checkpoint, or at the end."""
@@ -197,6 +205,7 @@ def test_failed_asynchronous_write_is_raised(epoch, tmp_path):
         fit(made(2, SHARDS[-1]), *callbacks)
 
 
+@pytest.mark.full(keep_on="jax")
 def test_damaged_checkpoint_is_not_loaded(tmp_path, caplog):
     model = made(2, SHARDS[-1])
     fit(model, ShardedCheckpoint(tmp_path, every=3))
@@ -226,6 +235,7 @@ def test_bad_arguments_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full(keep_on="jax")
 def test_another_model_is_refused(tmp_path):
     fit(made(2), ShardedCheckpoint(tmp_path))
     before = (other := made(2, optimizer="sgd")).get_weights()
@@ -249,6 +259,7 @@ class WithoutConfig(Subclassed):
         raise NotImplementedError
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.parametrize("kind", [Subclassed, WithoutConfig])
 def test_model_without_configuration_must_be_given(kind, tmp_path):
     def make(replicas):

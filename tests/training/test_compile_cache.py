@@ -126,6 +126,7 @@ def test_reexecuted_notebook_cell_reuses_program(two, module):
             assert value(two, module.step) == start
 
 
+@pytest.mark.full(keep_on="torch")
 def test_methods_partials_and_callable_objects_are_cached(two, module):
     class Model:
         def __init__(self, scale):
@@ -236,6 +237,7 @@ if compiles:
                     two.run(module.step, ONE)
         assert not caplog.messages
 
+    @pytest.mark.full(keep_on="tensorflow")
     def test_old_functions_are_evicted(two):
         class Big:
             scale = 2.0

@@ -239,6 +239,7 @@ def loop(strategy, model):
         strategy.run(step, (x, y))
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_custom_reduction_of_gradients(doubling, two):
     """Twice the gradients are twice the rate; the batches end with 1 + 1 rows."""
     expected = model_of(two, 0.2)

@@ -136,6 +136,7 @@ def own_steps():
     return model
 
 
+@pytest.mark.full(keep=1, keep_on="jax")
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "sample weights"])
 def test_fit(weighted, two):
     options = {"validation_data": (X[:11], Y[:11])}
@@ -148,6 +149,7 @@ def test_fit(weighted, two):
     assert_equal(one, many)
 
 
+@pytest.mark.full(keep_on="jax")
 def test_evaluate_and_predict(two):
     def use(strategy):
         keras.utils.set_random_seed(1)
@@ -168,6 +170,7 @@ def test_evaluate_and_predict(two):
     assert largest(use(None), use(two)) < 1e-5
 
 
+@pytest.mark.full(keep_on="torch")
 def test_step_around_keras_train_step(two):
     """What a `train_step` counts beside `super().train_step` counts once a step."""
 

@@ -70,6 +70,7 @@ class Derived(keras.Model):
         }
 
 
+@pytest.mark.full(keep_on="jax")
 def test_logs_derived_from_results(mirrored):
     def make():
         return models.compiled(
@@ -110,6 +111,8 @@ class OwnStep(Derived):
         return {**logs, "half": 0.5 * logs["auc_metric"], "this batch": self.area(y, y)}
 
 
+@pytest.mark.full(keep_on="torch")
+@pytest.mark.needs_patch("Metric.result", backend="torch")
 @STEPS
 def test_custom_step_logs(two):
     def make():
@@ -150,6 +153,7 @@ def test_unmerged_result_is_reported(two):
         fit(two)
 
 
+@pytest.mark.needs_patch("Model.get_metrics_result", backend="tensorflow")
 @STEPS
 def test_unread_metrics_need_no_reduction(two, monkeypatch):
     """The logs of Keras's own step are merged outside of it, where they are read."""

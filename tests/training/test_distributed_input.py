@@ -82,6 +82,7 @@ def loop_on_one_device():
     return loop(one, one.experimental_distribute_dataset(batches()))
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_loop_on_one_device_equals_fit():
     *weights, losses = loop_on_one_device()
     *fitted, history = plain_fit()
@@ -91,6 +92,7 @@ def test_loop_on_one_device_equals_fit():
     np.testing.assert_allclose(history, means, atol=1e-5)
 
 
+@pytest.mark.full(keep_on="jax")
 def test_loop_equals_one_device(mirrored):
     """The last batch has 5 rows: 2 + 2 + 1 + 0."""
     strategy = mirrored(4)
@@ -98,6 +100,7 @@ def test_loop_equals_one_device(mirrored):
     assert largest(loop_on_one_device(), loop(strategy, dataset)) < 2e-5
 
 
+@pytest.mark.full(keep_on="jax")
 def test_loop_over_per_replica_batches(two):
     """Batches of 4 rows for each replica, the last of the first one alone."""
 
@@ -152,6 +155,7 @@ def distributed(strategy, kind):
     return strategy.distribute_datasets_from_function(lambda _: parts)
 
 
+@pytest.mark.full(keep_on="tensorflow")
 @pytest.mark.parametrize("kind", ["list", "py_dataset", "tf", "function"])
 def test_fit(kind, two, models):
     model = models.fresh(two)
@@ -159,6 +163,7 @@ def test_fit(kind, two, models):
     assert largest(plain_fit(), fit(model, dataset)) < 2e-5
 
 
+@pytest.mark.full(keep_on="torch")
 def test_validation_evaluate_and_predict(two, models):
     model, plain = models.fresh(two), make(None)
     dataset = distributed(strategy_of_model(model), "list")

@@ -51,6 +51,7 @@ MODELS = [sequential, deferred, functional, Subclass, normalized]
 
 
 # The equality table has a Sequential model with its inputs, and normalizations.
+@pytest.mark.full(keep=2, keep_on="tensorflow")
 @pytest.mark.parametrize(
     "make", [deferred, functional, Subclass], ids=lambda m: m.__name__
 )
@@ -80,12 +81,15 @@ def weights_after(strategy, inside: str):
     return model.get_weights()
 
 
+@pytest.mark.full(keep_on="torch")
 def test_compile_and_fit_inside_and_outside_scope(two):
     one = weights_after(None, "")
     for inside in ("", "compile and fit"):  # other tests compile inside
         assert largest(one, weights_after(two, inside)) < 2e-5, inside
 
 
+@pytest.mark.full(keep_on="jax")
+@pytest.mark.needs_patch("Model._symbolic_build", backend="tensorflow")
 def test_optimizer_and_metric_from_outside_scope(two):
     def fit(strategy):
         keras.utils.set_random_seed(1)
@@ -100,6 +104,7 @@ def test_optimizer_and_metric_from_outside_scope(two):
     assert largest(fit(None), fit(two)) < 1e-5
 
 
+@pytest.mark.full(keep_on="torch")
 def test_base_model_from_outside_scope(two):
     def fit(strategy):
         keras.utils.set_random_seed(1)
@@ -113,6 +118,7 @@ def test_base_model_from_outside_scope(two):
     assert largest(fit(None), fit(two)) < 2e-5
 
 
+@pytest.mark.full(keep_on="torch")
 def test_on_batch_methods(mirrored):
     def use(strategy):
         keras.utils.set_random_seed(1)
@@ -131,6 +137,8 @@ def test_on_batch_methods(mirrored):
         assert largest(one, many) < 1e-5
 
 
+@pytest.mark.full(keep_on="jax")
+@pytest.mark.needs_patch("Model.distribute_strategy", backend="tensorflow")
 def test_evaluate_and_predict(mirrored):
     def use(strategy):
         keras.utils.set_random_seed(1)
@@ -146,6 +154,7 @@ def test_evaluate_and_predict(mirrored):
     assert largest(use(None), use(mirrored(3))) < 1e-5
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "vector"])
 def test_outputs_without_rows(shape, two, audit_mode):
     """Predictions that cannot be joined row by row run whole."""
@@ -181,6 +190,7 @@ def test_outputs_without_rows(shape, two, audit_mode):
             predict(X)
 
 
+@pytest.mark.full(keep=2, keep_on="tensorflow")
 @pytest.mark.parametrize("make", MODELS, ids=lambda m: m.__name__)
 def test_predict_without_training(make, two):
     def use(strategy):
@@ -192,6 +202,7 @@ def test_predict_without_training(make, two):
     assert largest(use(None), use(two)) < 1e-5
 
 
+@pytest.mark.full(keep_on="torch")
 def test_backend_tensors(two):
     def use(strategy):
         keras.utils.set_random_seed(1)
@@ -235,6 +246,7 @@ def test_reading_and_setting_weights(two):
     )
 
 
+@pytest.mark.full(keep=1, keep_on="jax")
 def test_components_are_equal_after_training(mirrored):
     strategy = mirrored(3)
     with strategy.scope():
@@ -259,6 +271,7 @@ def test_components_are_equal_after_training(mirrored):
             np.testing.assert_array_equal(first, other, err_msg=variable.path)
 
 
+@pytest.mark.full(keep_on="torch")
 def test_custom_compute_loss(two):
     class Own(keras.Model):
         """Counts its steps, and logs what is no metric."""
@@ -286,6 +299,7 @@ def test_custom_compute_loss(two):
     assert_equal(one, train(two, make, X, Y, predicted=0))
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 def test_two_models_under_two_strategies(mirrored):
     def compiled():
         model = sequential()
@@ -298,6 +312,7 @@ def test_two_models_under_two_strategies(mirrored):
         assert_equal(one, train(strategy, compiled, X, Y, predicted=0))
 
 
+@pytest.mark.full(keep_on="torch")
 def test_one_device(two):
     def compiled():
         model = sequential()
@@ -311,6 +326,7 @@ def test_one_device(two):
         assert largest(list(one.logs.values()), list(many.logs.values())) == 0
 
 
+@pytest.mark.full(keep=1, keep_on="tensorflow")
 def test_steps_per_execution(mirrored):
     def use(strategy):
         keras.utils.set_random_seed(1)

@@ -89,6 +89,7 @@ def session(strategy, kind):
     return results
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("kind", MODELS)
 def test_training_equals_one_device(kind, mirrored, record_property):
     one = session(None, kind)
@@ -109,6 +110,10 @@ def compiled():
     return model
 
 
+@pytest.mark.full(keep=1)
+@pytest.mark.needs_patch(
+    "BatchNormalization.__init__", "BatchNormalization._moments", backend="torch"
+)
 def test_synchronized_batch_normalization(mirrored):
     """The statistics of the global batch, on every backend."""
     x, y = regression(21)
@@ -134,6 +139,7 @@ def test_synchronized_batch_normalization(mirrored):
     assert_equal(one, train(mirrored(3), make(True), x, y))
 
 
+@pytest.mark.full(keep=1)
 def test_two_runs_are_bit_equal(mirrored):
     x, y = regression(21)
     first = train(mirrored(3), compiled, x, y, predicted=0)

@@ -10,6 +10,8 @@ from tests.equality.__main__ import mirrored, run
 from tests.equality.cases import all_cases, execution, layer, own
 from tests.equality.compare import assert_equal
 
+pytestmark = pytest.mark.full(keep=6)
+
 BACKEND = keras.backend.backend()
 CASES = all_cases(briefly=True)
 # The models of other rows are small ones, whose predictions follow from their weights.
@@ -21,6 +23,33 @@ ROWS = (17, 21)
 PREDICTED = 8
 
 
+@pytest.mark.needs_patch(
+    "Loss.__call__", backend="torch", case="reduction sum, sample weights"
+)
+@pytest.mark.needs_patch("Layer.zero_grad", backend="torch", case="shuffle")
+@pytest.mark.needs_patch(
+    "backends.tensorflow.patches Optimizer._apply_weight_decay",
+    "Optimizer._overwrite_model_variables_with_average_value",
+    "Optimizer._backend_increment_gradient_accumulators",
+    backend="tensorflow",
+    case="clipping, decay, EMA and accumulation at once",
+)
+@pytest.mark.needs_patch(
+    "Optimizer._backend_update_step",
+    "keras.src.losses.loss.unscale_loss_for_distribution",
+    backend="tensorflow",
+    case="reduction sum, sample weights",
+)
+@pytest.mark.needs_patch(
+    "LossScaleOptimizer._tf_apply",
+    backend="tensorflow",
+    case="LossScaleOptimizer over EMA, overwriting every 2 steps",
+)
+@pytest.mark.needs_patch(
+    "keras.src.losses.loss.scale_loss_for_distribution",
+    backend="tensorflow",
+    case="kernel and bias regularizers",
+)
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[c.name for c in CASES])
 def test_two_replicas_equal_one_device(index):
     case, rows = CASES[index], ROWS[index % 2]

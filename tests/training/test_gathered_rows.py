@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from keras import layers, ops
 
 import keras_strategy as ks
@@ -38,6 +39,7 @@ def functional():
     return models.compiled(keras.Model(inputs, layers.Dense(1)(x)))
 
 
+@pytest.mark.full(keep_on="jax")
 def test_gathering_layers_equal_one_device(mirrored, caplog):
     options = {"validation_data": (X[:11], Y[:11]), "predicted": None}
     one = alone(functional, X, Y, **options)
@@ -46,6 +48,7 @@ def test_gathering_layers_equal_one_device(mirrored, caplog):
     assert BACKEND == "jax" or not logged(caplog)
 
 
+@pytest.mark.full(keep_on="jax")
 def test_gathering_layer_is_called_anywhere(two):
     results = []
     for strategy in (None, ks.OneDeviceStrategy("cpu:0"), two):

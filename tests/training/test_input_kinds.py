@@ -98,6 +98,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.full(keep=7, keep_on="tensorflow")
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "sample weights"])
 def test_fit_evaluate_and_predict(name, weighted, mirrored, models):
@@ -118,6 +119,7 @@ def test_fit_evaluate_and_predict(name, weighted, mirrored, models):
     assert largest(one[1], many[1]) < 1e-5
 
 
+@pytest.mark.full(keep_on="jax")
 def test_generator(mirrored):
     """Used up after an epoch; and an endless one, with steps_per_epoch."""
 
@@ -175,6 +177,7 @@ ENDLESS = {
 ENDLESS_VALIDATION = {**ENDLESS, "tf.data, shuffled": lambda *a: tf_data(*a).repeat()}
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_data(name, two, models):
     """The steps of an epoch are given; the next one goes on where it stopped."""
@@ -199,6 +202,7 @@ def test_endless_data(name, two, models):
     assert largest(trained(None), trained(two)) < 2e-5
 
 
+@pytest.mark.full(keep_on="torch")
 def test_shuffled_py_dataset(two, models):
     """The order of the batches is drawn as on one device, from the seed."""
 
@@ -212,6 +216,7 @@ def test_shuffled_py_dataset(two, models):
     assert largest(one, many) < 2e-5
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_validation_arguments(two, models):
     options = {
         "validation_data": (X[:7], Y[:7], WEIGHTS[:7]),
@@ -231,6 +236,7 @@ ARRAYS = {
 }
 
 
+@pytest.mark.full(keep_on="torch")
 @pytest.mark.parametrize("name", ["validation_split", "shuffle", "steps_per_epoch"])
 def test_fit_arguments(name, mirrored, models):
     models.equal(mirrored(3), X, Y, BATCH, **ARRAYS[name])
@@ -247,6 +253,10 @@ def test_tensors(mirrored, models):
     models.equal(mirrored(3), x, y, BATCH)
 
 
+@pytest.mark.full(keep_on="torch")
+@pytest.mark.needs_patch(
+    "keras.src.backend.jax.trainer._distribute_data", backend="jax"
+)
 def test_sparse_matrices(mirrored, models):
     scipy = pytest.importorskip("scipy.sparse")
     x = scipy.csr_matrix(np.where(X > 0, X, 0))
@@ -266,6 +276,7 @@ def nested():
     return model
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_nested_inputs_and_outputs(mirrored):
     x = {"a": X, "b": [X[::-1].copy()]}
     y = {"p": Y, "q": np.concatenate([Y, -Y], axis=1)}
@@ -282,6 +293,7 @@ STRUCTURED = {
 }
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 @pytest.mark.parametrize("source", STRUCTURED)
 def test_batches_with_several_inputs_outputs_and_weights(source, two):
     if "tf" in source:
@@ -311,6 +323,7 @@ def test_batches_with_several_inputs_outputs_and_weights(source, two):
     assert largest(trained(None), trained(two)) < 2e-5
 
 
+@pytest.mark.full(keep_on="jax")
 def test_py_dataset_with_two_processes(mirrored, models):
     if importlib.util.find_spec("torch") is None:
         pytest.skip("reads with torch's worker processes")

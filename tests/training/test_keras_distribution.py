@@ -66,6 +66,7 @@ USES = {
 }
 
 
+@pytest.mark.full(keep=3, keep_on="jax")
 @pytest.mark.parametrize("method", USES)
 @pytest.mark.parametrize("activate", [set_for_process, UserDistribution.scope])
 def test_active_distribution_is_refused(method, activate, two):
@@ -171,6 +172,7 @@ def save_and_load(how, saver, loader, folder):
     return [*loaded.get_weights(), *map(np.array, loaded.optimizer.variables)]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("how", ["model.keras", "model.weights.h5", "orbax"])
 def test_saved_models_load_on_the_other_side(how, two, tmp_path):
     skip_without_data_parallel()
@@ -188,6 +190,7 @@ def test_saved_models_load_on_the_other_side(how, two, tmp_path):
             np.testing.assert_allclose(a, b, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 @pytest.mark.parametrize("in_background", [False, True])
 def test_orbax_checkpoint_continues_training(in_background, tmp_path):
     def use(strategy, folder):

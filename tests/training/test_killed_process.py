@@ -6,10 +6,13 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from keras_strategy.testing import WorkerRunner
 from tests.equality.compare import largest
 from tests.processes import wait_until
+
+pytestmark = pytest.mark.full
 
 # Trains four epochs of four batches. What it knows of the last run is in the folder.
 PROGRAM = '''

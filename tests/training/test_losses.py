@@ -76,6 +76,13 @@ class OwnLoss(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.full(keep_on="tensorflow")
+@pytest.mark.needs_patch(
+    "tensorflow._api.v2.nn.compute_average_loss",
+    "tensorflow._api.v2.nn.scale_regularization_loss",
+    backend="tensorflow",
+    case="8",
+)
 @pytest.mark.skipif(
     keras.backend.backend() == "jax",
     reason="a step of one's own is a pure function there",
@@ -111,6 +118,7 @@ def test_scale_regularization_loss(two):
         ks.scale_regularization_loss([1.0])
 
 
+@pytest.mark.full(keep_on="torch")
 def test_weight_by_rows_weights_local_means(two):
     """The last batches split unevenly, and leave a replica without rows."""
     x, y = np.random.RandomState(1).rand(2, 12, 1).astype("float32")

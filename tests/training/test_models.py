@@ -66,6 +66,8 @@ class Wrapper(keras.Model):
         return self.body(x, training=training)
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
+@pytest.mark.needs_patch("Layer.__new__", backend="torch", case="wrapper")
 @pytest.mark.parametrize("inside", ["body", "wrapper", "body and wrapper"])
 def test_wrapper_model(inside, two):
     """It is enough that one of both is made in the scope."""
@@ -86,6 +88,7 @@ def test_wrapper_model(inside, two):
     same(use, two)
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_submodels_train_separately(two):
     """The encoder of an autoencoder, a model of its own, shares the variables."""
 
@@ -121,6 +124,7 @@ class Deferred(keras.Model):
         return self.out(self.hidden(x) * self.scale)
 
 
+@pytest.mark.full(keep=1, keep_on="jax")
 @pytest.mark.parametrize("first", ["fit", "evaluate", "call"])
 def test_lazily_built_model(first, two):
     def use(strategy):
@@ -140,6 +144,7 @@ def test_lazily_built_model(first, two):
 # --- copies
 
 
+@pytest.mark.full(keep=1, keep_on="tensorflow")
 @pytest.mark.parametrize("original_inside", [True, False])
 def test_cloned_model(original_inside, two):
     def use(strategy):
@@ -161,6 +166,7 @@ def pickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 @pytest.mark.parametrize("duplicate, inside", [(copy.deepcopy, True), (pickled, False)])
 def test_deep_copied_model(duplicate, inside, two):
     """It is of the scope that it is made in, as one out of a file is."""
@@ -186,6 +192,7 @@ def test_deep_copied_model(duplicate, inside, two):
 # --- transfer learning
 
 
+@pytest.mark.full(keep_on="torch")
 def test_transfer_learning(two):
     """A base trained elsewhere, frozen, then fine-tuned with a small rate."""
 
@@ -212,6 +219,7 @@ def test_transfer_learning(two):
 # --- side by side
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_two_models_train_alternately(mirrored):
     """Under different strategies, and one without, each as if it were alone."""
     strategies = {"two": mirrored(2), "none": None, "three": mirrored(3)}
@@ -229,6 +237,7 @@ def test_two_models_train_alternately(mirrored):
     assert largest(states["none"], states["three"]) < WEIGHTS
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 @pytest.mark.parametrize("replicas", [3, None], ids=["3replicas", "no strategy"])
 def test_distillation(replicas, mirrored):
     """A callback that works with a model that is not of the fit's strategy."""
@@ -254,6 +263,7 @@ def test_distillation(replicas, mirrored):
         fit(student, callbacks=[Ask()])
 
 
+@pytest.mark.needs_patch("Model.compile", backend="torch")
 def test_callback_compiles_and_fits_plain_model(two):
     class FitPlain(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -280,6 +290,7 @@ def test_explicit_compile_defaults(two):
     assert_equal(one, train(two, make, X, Y, predicted=0))
 
 
+@pytest.mark.full(keep_on="jax")
 def test_steps_per_execution(two):
     """Callbacks see what they see on one device: the last step of each execution."""
 

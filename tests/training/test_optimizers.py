@@ -109,6 +109,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.full(keep=3, keep_on="torch")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fit_with_custom_optimizer_equals_one_device(name, mirrored):
     def make():
@@ -118,6 +119,7 @@ def test_fit_with_custom_optimizer_equals_one_device(name, mirrored):
     assert_equal(one, train(mirrored(3), make, X, Y, predicted=0, eagerly=True))
 
 
+@pytest.mark.full(keep_on="torch")
 def test_custom_optimizer_in_custom_step_is_not_warned_of(two, caplog):
     def make():
         model = OwnSteps()
@@ -129,6 +131,7 @@ def test_custom_optimizer_in_custom_step_is_not_warned_of(two, caplog):
     assert not logged(caplog)
 
 
+@pytest.mark.full(keep=1, keep_on="jax")
 @pytest.mark.parametrize("name", ["apply", "wrapper"])
 def test_sharded_custom_optimizer_equals_one_device(name):
     def make():
@@ -140,6 +143,7 @@ def test_sharded_custom_optimizer_equals_one_device(name):
 
 
 # Keras's own loss scaling on JAX works in a trainer alone.
+@pytest.mark.full(keep=2, keep_on="jax")
 @pytest.mark.parametrize(
     "name",
     ["apply_gradients", "apply", "wrapper", "accumulation", "noise"]

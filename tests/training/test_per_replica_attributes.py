@@ -70,7 +70,12 @@ def fitted(strategy):
     return [*history.history["loss"], *history.history["mae"], *model.get_weights()]
 
 
-def test_layer_attributes_are_per_replica(mirrored):
+@pytest.mark.full(keep_on="torch")
+@pytest.mark.needs_patch(
+    "Layer.__setattr__", "keras_patches.layers Layer.add_loss", backend="torch"
+)
+def test_layer_attributes_are_per_replica(mirrored, audit_mode):
+    audit_mode("off")  # or it would run whole if they were not
     one = fitted(None)
     three, again = fitted(mirrored(3)), fitted(mirrored(3))
     assert largest(one, three) < 2e-5
@@ -95,6 +100,7 @@ class Counter(keras.Model):
         return super().train_step(*args)
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_counter_attribute_counts_batches(mirrored):
     def counted(strategy):
         with scope(strategy):
@@ -163,6 +169,34 @@ def test_failed_run_restores_attributes(two):
     assert (layer.kept, layer.list, hasattr(layer, "new")) == (1, [1], False)
 
 
+class Listed(keras.metrics.Mean):
+    """Counts its updates by a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.updates = []
+
+    def update_state(self, *args, **kwargs):
+        self.updates.append(1)
+        return super().update_state(*args, **kwargs)
+
+
+@pytest.mark.needs_patch("Metric.__init__", backend="torch")
+def test_lists_of_metrics_stay_per_replica(two):
+    with two.scope():
+        metric = Listed()
+
+    def update(x):
+        metric.update_state(x)
+        x = ks.get_replica_context().all_reduce("sum", x)
+        return x * 0 + len(metric.updates)
+
+    for expected in ([1.0, 1.0], [2.0, 2.0]):
+        counts = two.run(update, (each(two, 1, 2),), options=EAGER)
+        assert numbers(two, counts) == expected
+    assert metric.updates == [1, 1]
+
+
 class Alternating(keras.Model):
     """Trains its first layer, then its last, as the two halves of a GAN."""
 
@@ -205,6 +239,7 @@ def test_trainable_is_switched_in_train_step(mirrored):
     assert len(many.model.trainable_variables) == 0
 
 
+@pytest.mark.needs_patch("Variable.trainable", backend="torch", case="eager")
 @pytest.mark.parametrize("options", [None, EAGER], ids=["compiled", "eager"])
 def test_replicas_find_variables_trainable(options, two):
     with two.scope():

@@ -35,6 +35,7 @@ def fitted(strategy):
     return model
 
 
+@pytest.mark.full(keep=1, keep_on="jax")
 def test_random_layers_are_reproducible_with_one_devices_seeds(mirrored):
     strategy = mirrored(3)
     first, second, one = fitted(strategy), fitted(strategy), fitted(None)
@@ -52,6 +53,7 @@ def test_random_layers_are_reproducible_with_one_devices_seeds(mirrored):
             )
 
 
+@pytest.mark.needs_patch("SeedGenerator.next", backend="torch")
 @pytest.mark.parametrize("name", ["Dropout", "GaussianNoise"])
 def test_replicas_draw_different_numbers(name, two):
     with two.scope():
@@ -64,6 +66,7 @@ def test_replicas_draw_different_numbers(name, two):
     assert not np.array_equal(first, second)
 
 
+@pytest.mark.full(keep_on="tensorflow")
 @pytest.mark.parametrize("name", ["gamma", "beta", "binomial"])
 def test_distributions_are_reproducible(name, two):
     parameters = (5.0,) if name == "gamma" else (5.0, 0.5)
@@ -156,6 +159,7 @@ class OwnLogs(keras.Model):
         return (logs, result[1]) if JAX else logs
 
 
+@pytest.mark.full(keep_on="torch")
 def test_custom_logs_are_row_weighted(mirrored):
     def logs(strategy):
         keras.utils.set_random_seed(1)
@@ -204,6 +208,7 @@ def test_untracked_loss(mirrored):
     assert largest([one["loss"]], [many["loss"]]) < 1e-6
 
 
+@pytest.mark.needs_patch("Mean.update_state", backend="torch")
 def test_number_as_metric(mirrored, audit_mode):
     audit_mode("off")  # which would run the step whole
 

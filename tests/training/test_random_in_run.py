@@ -76,16 +76,19 @@ def on_one_device():
     return loop(ONE, whole)
 
 
+@pytest.mark.full(keep=1, keep_on="jax")
 @pytest.mark.parametrize("dataset", [whole, of_each_replica])
 def test_keras_layers_in_run(dataset, mirrored, caplog):
     assert largest(on_one_device(), loop(mirrored(4), dataset)) < 1e-5
     assert "random" not in caplog.text
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_keras_layers_in_eager_run(mirrored):
     assert largest(on_one_device(), loop(mirrored(3), whole, compiled=False)) < 1e-5
 
 
+@pytest.mark.full(keep_on="jax")
 def test_direct_draws_in_run(two):
     """Where it is Python it is called once alone, so that nobody knows of its rows."""
 

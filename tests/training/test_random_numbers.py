@@ -89,6 +89,19 @@ def every_function(x, seeds):
     )
 
 
+@pytest.mark.full(keep_on="tensorflow")
+@pytest.mark.needs_patch(
+    "keras.random.normal",
+    "keras.random.uniform",
+    "keras.random.randint",
+    "keras.random.gamma",
+    "keras.random.beta",
+    "keras.random.binomial",
+    "keras.random.categorical",
+    "keras.random.shuffle",
+    backend="torch",
+)
+@pytest.mark.needs_patch("keras.random.truncated_normal", backend="tensorflow")
 def test_every_random_function(two):
     assert_one_devices(two, lambda: compiled(Draws(every_function)))
 
@@ -111,10 +124,13 @@ def functions_of_shapes(x, seeds):
     )
 
 
+@pytest.mark.full(keep_on="torch")
 def test_shape_of_tensor_or_variable_is_drawn(two):
     assert_one_devices(two, lambda: compiled(Draws(functions_of_shapes)))
 
 
+@pytest.mark.full(keep_on="jax")
+@pytest.mark.needs_patch("keras.random.dropout", backend="torch")
 def test_keras_layers(mirrored, caplog):
     """On three replicas, of which one has no more than a row of the last batch."""
 
@@ -144,6 +160,7 @@ class StepsFirst(layers.Layer):
         return ops.transpose(ops.stack([x, x + 1], axis=0), (1, 0, 2))
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 def test_one_row_per_replica(two):
     """A tensor of one row does not show how one device's lies in memory."""
 
@@ -154,6 +171,7 @@ def test_one_row_per_replica(two):
     assert_equal(fitted(None, make, 18), many)
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 def test_python_control_flow(two):
     """One device and replicas go on alike in Python's `random`, too."""
     if BACKEND == "jax":
@@ -176,6 +194,7 @@ def test_python_control_flow(two):
     assert ends[0] == ends[1]
 
 
+@pytest.mark.full(keep=1)
 def test_static_batch_sizes(two):
     """As those of a dataset that drops what is left over are, on TensorFlow."""
     x, y = data()
@@ -216,6 +235,7 @@ def test_unseeded_process_stays_unseeded(two):
     assert context.global_seed() is None
 
 
+@pytest.mark.full(keep_on="torch")
 def test_draws_before_concatenation(two, caplog):
     def joined(x, seeds):
         entries = ops.reshape(x, (-1,))
@@ -273,6 +293,7 @@ class OwnStep(keras.Model):
         return ops.mean(ops.square(y - y_pred + noise))
 
 
+@pytest.mark.full(keep_on="jax")
 def test_drawing_loss_and_dry_run_state(two):
     def make():
         model = OwnStep()
@@ -294,6 +315,7 @@ class Always(layers.Dropout):
         return super().call(inputs, training=True)
 
 
+@pytest.mark.full(keep_on="jax")
 @pytest.mark.parametrize("seed", [3, None] if BACKEND == "torch" else [3])
 def test_evaluate_and_predict(seed, two):
     """Of a model that draws there, and that was not trained before."""

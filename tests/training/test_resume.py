@@ -98,6 +98,7 @@ def interrupted(models, strategy, backup, killed, **arguments):
     return *fit(model, seen, backup(), **arguments), batches
 
 
+@pytest.mark.full(keep=2, keep_on="torch")
 @pytest.mark.parametrize(
     ("killed", "save_freq", "left"),
     [((1, 2), 1, 6), ((1, 2), 2, 6), ((2, 0), "epoch", 4), ((0, 1), 1, 11)],
@@ -121,6 +122,7 @@ def test_training_resumes(
     assert not (tmp_path / "backup").exists()
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_training_resumes_within_the_epoch_that_it_has_resumed(
     models, mirrored, tmp_path, replicas
@@ -140,6 +142,8 @@ def test_training_resumes_within_the_epoch_that_it_has_resumed(
     assert largest(whole, values) == 0
 
 
+@pytest.mark.full(keep_on="tensorflow")
+@pytest.mark.needs_patch("EpochIterator.__iter__", backend="torch")
 def test_keras_callback_in_scope(models, mirrored, tmp_path):
     strategy = mirrored(2)
     whole, _ = fit(models.fresh(strategy))
@@ -204,6 +208,7 @@ class Counts(keras.callbacks.Callback):
         self.epochs = state["epochs"]
 
 
+@pytest.mark.full(keep=1, keep_on="torch")
 @pytest.mark.parametrize("killed", [(2, 1), "the end"])
 def test_counting_callbacks_resume(models, mirrored, tmp_path, killed):
     """The one stops after the same epoch, the other one makes the same rates."""
@@ -325,6 +330,7 @@ class Grains:
         return X[index], Y[index]
 
 
+@pytest.mark.full(keep=3, keep_on="jax")
 @pytest.mark.parametrize("kind", [queue, Rolled, Grains])
 @pytest.mark.parametrize("killed", [(1, 2), (1, None)])
 def test_dataset_with_state_dict_resumes(models, mirrored, tmp_path, kind, killed):
@@ -354,6 +360,7 @@ def test_dataset_with_state_dict_resumes(models, mirrored, tmp_path, kind, kille
         assert len(made) < 4 * 9
 
 
+@pytest.mark.full(keep=1, keep_on="tensorflow")
 @pytest.mark.parametrize(
     ("repeated", "killed", "seed"),
     [(False, (1, None), 7), (True, (1, 0), 7), (False, (1, 2), 8)],
@@ -395,6 +402,7 @@ def test_tf_data_resumes(models, mirrored, tmp_path, caplog, repeated, killed, s
         assert resumed[0] == orders[1] and resumed[1] != orders[2]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("batch", [1, BATCHES - 1, None])
 def test_preempted_training_resumes(models, mirrored, tmp_path, batch):
     """It ends after the batch, with a code of its own, and goes on from there.
@@ -435,6 +443,7 @@ def test_preempted_training_resumes(models, mirrored, tmp_path, batch):
     assert largest(whole, values) == 0
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_damaged_backups_are_refused(models, mirrored, tmp_path, caplog):
     """The one before is used; where there is none, nothing is lost unasked."""
     strategy, folder = mirrored(2), tmp_path / "backup"

@@ -38,6 +38,7 @@ def fitted(strategy=None):
     return model
 
 
+@pytest.mark.full(keep=3, keep_on="jax")
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.h5"])
 @pytest.mark.parametrize("save_inside", [False, True])
 @pytest.mark.parametrize("load_inside", [False, True])
@@ -75,6 +76,7 @@ def test_saved_model_loads(name, save_inside, load_inside, two, tmp_path):
     )
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_training_continues_on_other_devices(mirrored, tmp_path):
     path = tmp_path / "model.keras"
     layers = [keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)]

@@ -27,6 +27,16 @@ def on_one_device(seed):
     return [outside() for _ in range(4)]
 
 
+@pytest.mark.needs_patch(
+    "backends.threads.patches keras.src.random.seed_generator.global_seed_generator",
+    backend="torch",
+    case="True",
+)
+@pytest.mark.needs_patch(
+    "keras.src.random.seed_generator.global_seed_generator",
+    backend="tensorflow",
+    case="True",
+)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_assigned_seed_reaches_run(compiled, two):
     """Also a program that was compiled before; and there is one row of numbers."""
@@ -54,6 +64,7 @@ def test_two_strategies_and_batch_shapes(two, mirrored):
         np.testing.assert_array_equal(seen, expected[:3])
 
 
+@pytest.mark.full(keep_on="torch")
 def test_recreated_seed_generator(two):
     drawn(two)
     keras.utils.clear_session()

@@ -135,6 +135,19 @@ def one():
 
 
 # What 4 of them share is one device's in the steps of one's own, and from a backup.
+@pytest.mark.full(keep=1, keep_on="tensorflow")
+@pytest.mark.needs_patch(
+    "Optimizer._backend_apply_gradients",
+    "Optimizer._clip_gradients",
+    backend="torch",
+    case="2-optimizer",
+)
+@pytest.mark.needs_patch(
+    "Optimizer._backend_apply_gradients",
+    "Optimizer._var_key",
+    backend="tensorflow",
+    case="2-optimizer",
+)
 @pytest.mark.parametrize("shard", MODES)
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_clipping_decay_average_and_accumulation(one, replicas, shard):
@@ -152,6 +165,10 @@ CASES: dict[str, Case] = {
 }
 
 
+@pytest.mark.full
+@pytest.mark.needs_patch(
+    "LossScaleOptimizer.check_finite", backend="torch", case="mixed_float16"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_equality_table_with_sharding(name):
     case = CASES[name]
@@ -161,6 +178,7 @@ def test_equality_table_with_sharding(name):
         assert_equal(one, many, case.weights, case.logs, case.predictions)
 
 
+@pytest.mark.full(keep=1, keep_on="jax")
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -190,6 +208,10 @@ def test_repeated_embedding_rows(optimizer):
         assert_equal(one, many)
 
 
+@pytest.mark.needs_patch("Optimizer.add_variable", backend="jax", case="optimizer")
+@pytest.mark.needs_patch(
+    "Optimizer.add_variable_from_reference", backend="torch", case="optimizer"
+)
 @pytest.mark.parametrize("shard", [None, *MODES])
 def test_bytes_per_device(shard):
     many = strategy(4, shard)
@@ -256,6 +278,7 @@ def of_factors():
     return model
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.skipif(ELEMENTS, reason="every number of elements is split")
 @pytest.mark.parametrize("shard", MODES)
 def test_fewer_shards_than_replicas(shard, tmp_path):
@@ -311,6 +334,8 @@ class Own(keras.optimizers.Adam):
     """Of which nobody else knows what it computes."""
 
 
+@pytest.mark.full(keep=1, keep_on="jax")
+@pytest.mark.needs_patch("Optimizer._apply_weight_decay", backend="torch", case="Lamb")
 @pytest.mark.parametrize("make", [lamb, lambda: deep(Own(0.01))], ids=["Lamb", "Own"])
 def test_optimizers_that_are_not_elementwise(make):
     x, y = data()
@@ -357,6 +382,7 @@ def test_apply_in_cross_replica_context():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full(keep_on="jax")
 @pytest.mark.parametrize("shard", MODES)
 def test_optimizer_and_model_from_outside_scope(shard):
     x, y = data()
@@ -373,6 +399,7 @@ def test_optimizer_and_model_from_outside_scope(shard):
     assert many.memory_report(model).slots == other.memory_report(inside).slots
 
 
+@pytest.mark.full(keep=1, keep_on="tensorflow")
 @pytest.mark.parametrize("shard", MODES)
 def test_files_hold_full_variables(shard, tmp_path):
     x, y = data()
@@ -401,6 +428,7 @@ def test_files_hold_full_variables(shard, tmp_path):
     assert other.memory_report(loaded).slots[0] < 4 * (144 + 4) + 17
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shard", MODES)
 def test_backup_resumes_with_other_replica_count(shard, tmp_path):
     x, y = data()
@@ -428,6 +456,7 @@ def test_backup_resumes_with_other_replica_count(shard, tmp_path):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.full(keep=1, keep_on="jax")
 @pytest.mark.parametrize("shard", MODES)
 @pytest.mark.parametrize("rows", [12, 9], ids=["even", "uneven"])
 def test_custom_step_with_sharding(rows, shard):

@@ -60,6 +60,18 @@ class Slow(keras.Sequential):
         return super().predict_step(*args)
 
 
+@pytest.mark.full(keep_on="jax")
+@pytest.mark.needs_patch("Model.make_train_function", backend="torch", case="fit-train")
+@pytest.mark.needs_patch(
+    "Model.make_test_function",
+    backend="torch",
+    case="evaluate-test",
+)
+@pytest.mark.needs_patch(
+    "Model.make_predict_function",
+    backend="torch",
+    case="predict-predict",
+)
 @pytest.mark.parametrize(
     "method, kind", [("fit", "train"), ("evaluate", "test"), ("predict", "predict")]
 )

@@ -86,6 +86,7 @@ EXACT = {
 }
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_state_equals_one_device(mirrored):
     def make():
         return model_of(*EXACT.values())
@@ -102,6 +103,7 @@ def test_state_equals_one_device(mirrored):
     assert found["a flag"] and found["whether there was a batch"]
 
 
+@pytest.mark.full(keep_on="jax")
 def test_nan_equals_nan(two):
     model = fit_of(two, lambda: model_of(lambda: Assigning(lambda v, x: v / 0.0 * 0.0)))
     assert np.isnan(model.layers[1].state.numpy())
@@ -134,6 +136,7 @@ def fit_of(strategy, make, x=X, **options):
     return model
 
 
+@pytest.mark.full(keep=2)
 @REFUSES
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_differing_state_of_split_step_is_refused(name, two, audit_mode):
@@ -160,6 +163,7 @@ def test_sum_variable_read_and_assigned(two, audit_mode):
 
 # Without the one whose values the first rows may leave equal on all replicas: a later
 # step then raises the error.
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", [n for n in DIFFERENT if "whether" not in n])
 def test_state_without_aggregation_equals_one_device(name, two):
     def make():
@@ -194,6 +198,7 @@ def test_run_aggregates_as_native(two):
     assert [float(v) for v in made.values()] == [8.0, 4.0, 2.0]
 
 
+@pytest.mark.full(keep_on="tensorflow")
 def test_keras_state_is_averaged(two):
     """None of it is refused, and what is computed from weights is one device's."""
 

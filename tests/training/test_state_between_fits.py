@@ -6,6 +6,8 @@ import pytest
 
 from tests.equality.compare import LOGS, WEIGHTS, largest, scope
 
+pytestmark = pytest.mark.full(keep=1)
+
 X = np.random.RandomState(7).randn(17, 4).astype("float32")
 Y = np.random.RandomState(8).randn(17, 1).astype("float32")
 BACKEND = keras.backend.backend()
@@ -71,6 +73,7 @@ def a_life(strategy):
     return found
 
 
+@pytest.mark.full(keep_on="torch")
 def test_changes_between_fits(mirrored):
     one, many = a_life(None), a_life(mirrored(3))
     for change, (logs, variables) in one.items():

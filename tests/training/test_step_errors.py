@@ -135,6 +135,7 @@ def batches(kind):
 KINDS = ["generator", "tf.data", "tf.data of unknown rows", "PyDataset"]
 
 
+@pytest.mark.full(keep_on="tensorflow")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_built", [False, True])
 def test_differing_rows_are_named_first(kind, is_built, two):

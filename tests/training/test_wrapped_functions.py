@@ -68,6 +68,7 @@ class Wrapper(keras.callbacks.Callback):
         self.model.train_function = self.inner
 
 
+@pytest.mark.full(keep_on="jax")
 @pytest.mark.parametrize(
     ("model_class", "callbacks"),
     [

@@ -221,7 +221,7 @@ class EagerRunner:
         self._distribution = distribution
         devices = distribution.topology.devices
         self._threads = ReplicaThreads(devices)
-        self._attributes = GroupAttributes(len(devices), keras.ops.is_tensor)
+        self._attributes = GroupAttributes(strategy, len(devices), keras.ops.is_tensor)
         self._lock = threading.Lock()
 
     def run(

@@ -98,7 +98,7 @@ class TensorFlowGroup(ComponentGroup):
             self.native = NativeMultiWorkerStrategy(devices, workers)
         self.seeds = SeedGenerators(self.call_outside, workers)
         self.builds = 0  # how often a replica has created or built something
-        self._attributes = GroupAttributes(len(devices), tf.is_tensor)
+        self._attributes = GroupAttributes(self.strategy, len(devices), tf.is_tensor)
         self._functions = CompileCache(lambda: compile_cache.CompiledFunction(self))
         self.reductions = compile_cache.RunReductions()
 

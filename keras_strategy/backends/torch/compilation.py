@@ -170,9 +170,6 @@ class _NoAttributes(_Unsupported):
     def set(self, layer: Any, name: str, value: Any) -> None:
         raise UnsupportedInGraph(f"it sets {type(layer).__name__}.{name}")
 
-    def change(self, container: Any, values: Any) -> None:
-        raise UnsupportedInGraph("it changes a list, dict or set of a layer")
-
 
 # The replica and its attributes that this thread executes a graph for, and the
 # generators of the graph's layers.

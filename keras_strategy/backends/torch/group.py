@@ -91,7 +91,7 @@ class TorchGroup(ComponentGroup):
         self._device = home or self.torch_devices[0]
         self.layout = state.Layout(self.torch_devices, workers, self.topology, home)
         self._threads = ReplicaThreads(devices)
-        self._attributes = GroupAttributes(len(devices), torch.is_tensor)
+        self._attributes = GroupAttributes(self.strategy, len(devices), torch.is_tensor)
         self._lock = threading.Lock()
         self.buffers = FlatBufferPool()
         self.units = None
