@@ -24,6 +24,7 @@ from keras_strategy.data.distributed_dataset import (
     DistributedIterator,
 )
 from keras_strategy.data.indexed_dataset import IndexedDataset
+from keras_strategy.data.row_independence import row_independent
 from keras_strategy.data.sharding_policy import files
 from keras_strategy.data.splitting import predict
 from keras_strategy.keras_patches.fingerprint import Fingerprint, fingerprint
@@ -111,6 +112,7 @@ __all__ = [
     "plan",
     "predict",
     "profile",
+    "row_independent",
     "run_elastic",
     "scale_regularization_loss",
     "tpu",
