@@ -28,7 +28,7 @@ class InputFigures:
     Attributes:
         rows_read: The rows that it reads and decodes, in an epoch after the first.
         row_bytes: The bytes of rows that it sends to other workers.
-        rounds: How often it waits for an answer of the coordinator before it can compute.
+        rounds: How often it waits for the coordinator before it can compute.
         collectives: The collectives of a step, those of its gradients and logs.
     """
 
