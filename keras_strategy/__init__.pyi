@@ -39,7 +39,7 @@ from keras_strategy.options import (
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.elastic import run_elastic
 from keras_strategy.strategies.extended import StrategyExtended
-from keras_strategy.strategies.inspect import profile, visualize
+from keras_strategy.strategies.inspect import profile
 from keras_strategy.strategies.mirrored import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -119,6 +119,5 @@ __all__ = [
     "value_and_grad",
     "verify",
     "verify_run",
-    "visualize",
     "weight_by_rows",
 ]
