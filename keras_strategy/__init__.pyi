@@ -24,6 +24,7 @@ from keras_strategy.data.distributed_dataset import (
     DistributedIterator,
 )
 from keras_strategy.data.indexed_dataset import IndexedDataset
+from keras_strategy.data.row_independence import row_independent
 from keras_strategy.data.sharding_policy import files
 from keras_strategy.data.splitting import predict
 from keras_strategy.keras_patches.fingerprint import Fingerprint, fingerprint
@@ -38,7 +39,7 @@ from keras_strategy.options import (
 from keras_strategy.strategies.base import Strategy
 from keras_strategy.strategies.elastic import run_elastic
 from keras_strategy.strategies.extended import StrategyExtended
-from keras_strategy.strategies.inspect import profile, visualize
+from keras_strategy.strategies.inspect import profile
 from keras_strategy.strategies.mirrored import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -111,12 +112,12 @@ __all__ = [
     "plan",
     "predict",
     "profile",
+    "row_independent",
     "run_elastic",
     "scale_regularization_loss",
     "tpu",
     "value_and_grad",
     "verify",
     "verify_run",
-    "visualize",
     "weight_by_rows",
 ]

@@ -141,9 +141,11 @@ class PerReplica(DistributedValues):
 
     Attributes:
         batch: The `BatchRows` of a distributed dataset's element; otherwise None.
+        number: The number of that element in its iteration; otherwise None.
     """
 
     batch: Any = None
+    number: int | None = None
 
 
 class Mirrored(DistributedValues):

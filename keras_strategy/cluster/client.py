@@ -14,6 +14,7 @@ import os
 import queue
 import re
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -50,6 +51,10 @@ _LOST_CONNECTION = re.compile(
 _RAISED_BY_ALL = WorkerFailedError, WorkersDifferError, WorkerInputError
 # Time for an elastic worker to get out of an operation after the workers have failed.
 _ESCAPE_SECONDS = 5.0
+_CHIEF_WRITES = (
+    ". Only the chief writes files, such as those of `model.save`: to read one, other "
+    "workers need a folder that all share"
+)
 # Longest parts of an exception that are sent to the others.
 _MAX_MESSAGE, _MAX_TRACE = 2_000, 20_000
 
@@ -242,6 +247,9 @@ class CoordinatorClient(process_exit.ExitHandler):
         message = f"{self._name} raised {first}"
         if self.trace.last:
             message += f" (in or after `{self.trace.last}`)"
+        if isinstance(error, FileNotFoundError) and self.rank:
+            message += _CHIEF_WRITES
+            print(f"keras_strategy: {message}", file=sys.stderr, flush=True)
         message = "\n".join([message, *rest])
 
         async def report() -> None:

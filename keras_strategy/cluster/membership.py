@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import functools
 import gc
 import hashlib
 import json
@@ -38,6 +39,11 @@ class Cluster:
     hosts: tuple[str, ...] = ()
     # Strategies that train on it.
     strategies: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+    @functools.cached_property
+    def batch_numbers(self) -> "DelayedExchange":
+        """The exchange of the number of each element that `strategy.run` receives."""
+        return DelayedExchange(self, "the batch of strategy.run")
 
     @property
     def size(self) -> int:

@@ -181,7 +181,9 @@ def claim_rank(
         worker = claim["names"][claim["rank"]]
         raise ClusterError(
             f"{worker} cannot join at {join_host_port(*address)}: another process of "
-            f"this machine has already joined as {worker}"
+            f"this machine has already joined as {worker}. If `multiprocessing` "
+            "spawned this one, it runs the program again: put what only the first may "
+            'run under `if __name__ == "__main__":`'
         ) from None
 
 

@@ -267,11 +267,12 @@ class WorkerTeam:
 
 
 def failure_lines(last_lines: Iterable[bytes]) -> list[bytes]:
-    """Return the lines from the first traceback on, or else the last few."""
+    """Return the lines from this library's reason or a traceback, or the last few."""
     lines = list(last_lines)
-    for number, line in enumerate(lines):
-        if line.startswith(b"Traceback (most recent call last)"):
-            return lines[number:]
+    for begin in (rb"keras_strategy: .+ ends\.", rb"Traceback \(most recent call"):
+        for number, line in enumerate(lines):
+            if re.match(begin, line):
+                return lines[number:]
     return lines[-_LAST_LINES_WITHOUT_TRACEBACK:]
 
 

@@ -48,10 +48,8 @@ class LocalRows:
     order_checksum: int | None = None
     # By rank, where each worker reads its own data; None where all have the same.
     worker_rows: tuple[int, ...] | None = None
-    # Of rows of the first batch that all workers have read and that should be the same.
+    # Of all rows of the batch, where this worker has read them.
     digest: str = ""
-    # Reads these rows again; None where that would draw from a process-wide generator.
-    reread_digest: Callable[[], str] | None = None
 
 
 class BatchRows:

@@ -7,11 +7,13 @@ from typing import Any
 import keras
 from keras import tree
 
+from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core import context
 from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import BatchRows
 from keras_strategy.data.sources import SourceStates
+from keras_strategy.errors import WorkersDifferError
 from keras_strategy.values import PerReplica
 
 
@@ -262,6 +264,7 @@ class DistributedIterator:
         """
         context.require_cross_replica(self._strategy, "DistributedIterator.__next__")
         get_engine().require_eager_loop()
+        check_batch_numbers(self._strategy.extended.cluster)
         if self._peeked:
             self._sources.before_peek = None
             return self._peeked.pop()
@@ -330,7 +333,25 @@ class OptionalElement:
         return self._elements[0]
 
 
-def place_element(group: Any, parts: ReplicaParts | EvenParts) -> Any:
+def check_batch_numbers(cluster: Cluster | None, arguments: Any = None) -> None:
+    """Exchange the number of the element that `run` gets; compare those of the last."""
+    if cluster is None or cluster.size == 1:
+        return
+    values = [x for x in tree.flatten(arguments) if isinstance(x, PerReplica)]
+    numbers = [x.number for x in values if x.number is not None]
+    exchange = cluster.batch_numbers
+    received = exchange.start(max(numbers)) if numbers else exchange.wait()
+    if len(set(received)) > 1:
+        by_worker = cluster.format_by_worker(received)
+        received.clear()
+        raise WorkersDifferError(
+            "All workers must pass `strategy.run` the same elements of a distributed "
+            "dataset, and skip the same ones. The last step has combined rows of "
+            f"different elements. Received elements of these numbers: {by_worker}."
+        )
+
+
+def place_element(group: Any, parts: ReplicaParts | EvenParts, number: int) -> Any:
     def place(leaves):
         if leaves[0] is None and all(leaf is None for leaf in leaves):
             return None
@@ -343,7 +364,7 @@ def place_element(group: Any, parts: ReplicaParts | EvenParts) -> Any:
                 f"dtype {leaves[0].dtype}."
             ) from error
         if isinstance(value, PerReplica):
-            value.batch = parts.rows
+            value.batch, value.number = parts.rows, number
         return value
 
     return parts.placed(place)

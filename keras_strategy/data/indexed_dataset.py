@@ -5,8 +5,8 @@ read the same way, with any Keras backend; torch is not imported for it, since a
 that has a loader has imported it.
 """
 
+import copy
 import functools
-import random
 import sys
 import weakref
 import zlib
@@ -21,9 +21,11 @@ import keras
 import numpy as np
 from keras import tree
 
-from keras_strategy.core.step_state import Bounds, LocalRows
+from keras_strategy.core import context
+from keras_strategy.core.step_state import Bounds, LocalRows, map_rows, override
+from keras_strategy.data.row_independence import StateWatch, is_declared_independent
 from keras_strategy.data.sources import PyDatasetReader, as_array
-from keras_strategy.data.worker_batches import digest_of
+from keras_strategy.data.worker_batches import FULL_READS, digest_of, warn_once
 from keras_strategy.errors import logger
 from keras_strategy.training.row_weights import LocalBoundsFn, rows_to_read
 
@@ -43,7 +45,8 @@ class IndexedDataset(keras.utils.PyDataset):
     reads only its own rows, in the order of one device. Without a strategy it is an
     ordinary `PyDataset`.
 
-    Override `read` to read the rows of a batch in another way.
+    Override `read` to read the rows of a batch in another way. Then all workers read
+    all rows, as they do if reading changes the source: see `row_independent`.
 
     Args:
         source: The rows: an object with `len(source)` and `source[i]`, such as grain's
@@ -57,9 +60,6 @@ class IndexedDataset(keras.utils.PyDataset):
         threads: How many threads read the rows of a batch; 0 reads them one by one.
         prefetch: How many batches a strategy prefetches in a thread; 0 for a source
             that only the program's own thread may read.
-
-    Attributes:
-        compared: True once the workers have compared a row that all of them have read.
 
     Raises:
         TypeError: If the source cannot be indexed.
@@ -109,7 +109,8 @@ class IndexedDataset(keras.utils.PyDataset):
         self.drop_remainder = drop_remainder
         self.threads = threads
         self.prefetch = prefetch
-        self.compared = False
+        # Whether workers read all rows; None until they have read a batch.
+        self._reads_all: bool | None = None
         self._order: tuple[int, np.ndarray] | None = None
         self._pool: ThreadPoolExecutor | None = None
 
@@ -219,207 +220,215 @@ class IndexedRowReader:
         yield from self.dataset.iterate_in_epoch_order(map(self.read, indices))
 
     def read(self, index: int) -> LocalRows:
-        rows = self.dataset.rows_of(index)
-        bounds = self.local_bounds(len(rows))
-        first, end = rows_to_read(bounds)
-        digest, reread = "", None
-        if not self.dataset.compared:
-            # All workers read one common row, to detect sources that differ.
-            reread = functools.partial(self._digest_rows, rows[:1])
-            digest = reread()
-            self.dataset.compared = True
-        batch = self.dataset.read(rows[first:end])
+        dataset, rows = self.dataset, self.dataset.rows_of(index)
+        bounds, has_all = self.local_bounds(len(rows)), dataset._reads_all is not False
+        watch = StateWatch(dataset.source) if dataset._reads_all is None else None
+        first, end = (0, None) if has_all else rows_to_read(bounds)
+        batch = dataset.read(rows[first:end])
+        if watch is not None:
+            dataset._reads_all = watch.has_changed()
+            if dataset._reads_all:
+                warn_once(context.get_strategy().extended.cluster, FULL_READS)
         batch = batch if self.weigh is None else self.weigh(batch)
-        checksum = row_order_checksum(rows)
-        return LocalRows(
-            batch, bounds, len(rows), checksum, digest=digest, reread_digest=reread
-        )
-
-    def _digest_rows(self, rows: Sequence[int]) -> str:
-        return digest_of(self.dataset.read(rows))
+        return _local_rows(batch, rows, bounds, has_all, dataset.source)
 
 
-def row_order_checksum(rows: Iterable[int]) -> int:
-    return zlib.crc32(repr(list(rows)).encode())
+def _local_rows(
+    batch: Any, rows: Any, bounds: Bounds, has_all: bool, source: Any
+) -> LocalRows:
+    """Return this worker's rows of a batch, of which it has read all or its own."""
+    digest = ""
+    if has_all:
+        digest = "" if is_declared_independent(source) else digest_of(batch)
+        first, end = rows_to_read(bounds)
+        batch = map_rows(lambda leaf: leaf[first:end], batch)
+    checksum = zlib.crc32(repr(list(rows)).encode())
+    return LocalRows(batch, bounds, len(rows), checksum, digest=digest)
 
 
 def local_rows_start(
     dataset: Any, local_bounds: LocalBoundsFn
 ) -> Callable[..., Iterator[LocalRows]] | None:
-    """Return a function that starts reading local rows, None if there is no index."""
+    """Return a function that starts reading local rows, None if all must be read."""
     if isinstance(dataset, IndexedDataset):
+        if not has_independent_rows(dataset):
+            return None
         return PyDatasetReader(dataset, IndexedRowReader(dataset, local_bounds).read)
-    reader = loader_row_reader(dataset, local_bounds)
-    return None if reader is None else functools.partial(iter, reader)
+    loader = loader_with_rows(dataset)
+    if not is_loader_with_rows(loader):
+        return None
+    return functools.partial(iter, LoaderRowReader(loader, local_bounds))
+
+
+def has_independent_rows(dataset: IndexedDataset) -> bool:
+    """Return True unless the user's `read` may make rows depend on each other."""
+    is_default = type(dataset).read is IndexedDataset.read
+    return is_default or is_declared_independent(dataset)
 
 
 # --- torch's DataLoader
 
-# Arguments of a loader beside its dataset, its sampler and its functions.
-_LOADER_SETTINGS = (
-    *("num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator"),
-    *("prefetch_factor", "persistent_workers", "pin_memory_device"),
-)
 # The rows of a global batch, the bounds of this worker's, and whether it reads all.
 _Requested = tuple[list, Bounds, bool]
 _DRAWN_LATER = (
-    "A dataset drew random numbers from a process-wide generator for a row, and had "
-    "drawn none for its first batch. Until now each worker has read only its own rows, "
-    "so the numbers drawn differ from those on one device; from now on each worker "
-    "reads all rows. Draw for row i from its own generator, such as "
-    "`np.random.default_rng([seed, i])`."
+    "A dataset drew random numbers for a row, and had drawn none for its first batch. "
+    "Until now each worker has read only its own rows, so the numbers drawn differ "
+    "from those on one device; from now on each worker reads all rows. Draw for row i "
+    "from its own generator, such as `np.random.default_rng([seed, i])`."
 )
+_copies: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def loader_row_reader(
-    loader: Any, local_bounds: LocalBoundsFn
-) -> "LoaderRowReader | None":
-    """Return the row reader of a loader: one, so that its worker processes live on.
+def loader_with_rows(loader: Any) -> Any:
+    """Return the copy of a `DataLoader` that can also read this worker's rows.
 
-    None unless it is a `DataLoader` that requests the rows of each batch by index.
+    Keras reads the copy too: a second loader would start processes of its own, and draw
+    random numbers that one device does not draw. Any other data is returned as it is,
+    and a loader that does not request rows by index, or whose rows may depend on each
+    other.
     """
     torch_data = sys.modules.get("torch.utils.data")
     if (
         torch_data is None
         or type(loader) is not torch_data.DataLoader
-        or loader.batch_sampler is None
-        or isinstance(loader.dataset, torch_data.IterableDataset)
+        or is_loader_with_rows(loader)
+    ):
+        return loader
+    if loader in _copies:
+        return _copies[loader]
+    dataset, collate = loader.dataset, loader.collate_fn
+    is_default = collate is torch_data.default_collate
+    source = dataset
+    while type(source) is torch_data.Subset:  # whose `__getitems__` calls the source's
+        source = source.dataset
+    if (
+        loader.batch_sampler is None
+        or isinstance(dataset, torch_data.IterableDataset)
         or isinstance(loader.sampler, torch_data.DistributedSampler)
         or not getattr(loader, "in_order", True)
+        or getattr(loader, "_iterator", None) is not None  # its processes have started
+        or not (is_default or is_declared_independent(collate))
+        or (hasattr(source, "__getitems__") and not is_declared_independent(dataset))
     ):
-        return None
-    if loader not in _readers:
-        _readers[loader] = LoaderRowReader(loader, local_bounds)
-    _readers[loader].indices.local_bounds = local_bounds
-    return _readers[loader]
+        return loader
+    found = _copies[loader] = copy.copy(loader)
+    sampler = _RowSampler(loader)
+    vars(found).update(
+        batch_sampler=sampler,
+        collate_fn=sampler.collate,
+        worker_init_fn=sampler.init_process,
+    )
+    return found
+
+
+def is_loader_with_rows(loader: Any) -> bool:
+    return isinstance(getattr(loader, "batch_sampler", None), _RowSampler)
 
 
 class LoaderRowReader:
-    """Reader of this worker's rows of an indexed `DataLoader`.
+    """Reader of this worker's rows of a loader with rows.
 
-    All workers draw the row order as the loader does. Random numbers that the dataset
-    draws per row from a process-wide generator would differ if a worker skipped rows.
-    So every worker reads the complete first batch, and all complete batches if that
-    draws any.
+    All workers draw the row order as the loader does, and read the complete first
+    batch. If that leaves the dataset unchanged, they then read only their own rows.
     """
 
     def __init__(self, loader: Any, local_bounds: LocalBoundsFn):
-        self.indices = _LocalBatchSampler(loader.batch_sampler, local_bounds)
-        self._is_first = True
-        settings = {
-            name: getattr(loader, name)
-            for name in _LOADER_SETTINGS
-            if hasattr(loader, name)
-        }
-        if loader.num_workers:
-            init = functools.partial(_init_worker, loader.worker_init_fn)
-            settings["worker_init_fn"] = init
-        self._loader = type(loader)(
-            loader.dataset,
-            batch_sampler=self.indices,
-            collate_fn=functools.partial(_collate_and_check, loader.collate_fn),
-            **settings,
-        )
+        self._loader, self._local_bounds = loader, local_bounds
+        self.sampler = loader.batch_sampler
 
     def __iter__(self) -> Iterator[LocalRows]:
         # In this order: starting draws random numbers, and may read ahead.
-        batches = iter(self._loader)
-        return self._read(batches, self.indices.requested)
+        with override(self.sampler, "local_bounds", self._local_bounds):
+            batches = iter(self._loader)
+        return self._read(batches, self.sampler.requested)
 
     def _read(
         self, batches: Iterator[Any], requested: deque[_Requested]
     ) -> Iterator[LocalRows]:
-        for data, has_drawn in batches:
-            rows, bounds, reads_all = requested.popleft()
-            digest, reread = "", None
-            if self._is_first:
-                self.indices.reads_all = has_drawn
-                digest = digest_of(_arrays(data))
-                if not has_drawn:
-                    reread = functools.partial(self._digest_rows, rows)
-            elif has_drawn and not self.indices.reads_all:
-                logger.warning(_DRAWN_LATER)
-                self.indices.reads_all = True
-            self._is_first = False
-            first, end = rows_to_read(bounds) if reads_all else (0, None)
-            yield LocalRows(
-                _arrays(data, first, end),
-                bounds,
-                len(rows),
-                row_order_checksum(rows),
-                digest=digest,
-                reread_digest=reread,
-            )
-
-    def _digest_rows(self, rows: list) -> str:
-        loader = self._loader
-        data, _ = loader.collate_fn([loader.dataset[row] for row in rows])
-        return digest_of(_arrays(data))
+        sampler, dataset = self.sampler, self._loader.dataset
+        for data in batches:
+            rows, bounds, has_all = requested.popleft()
+            has_changed = bool(sampler.changed)
+            if has_changed:
+                warn_once(context.get_strategy().extended.cluster, FULL_READS)
+                if not sampler.reads_all:
+                    logger.warning(_DRAWN_LATER)
+            sampler.reads_all = has_changed
+            yield _local_rows(_arrays(data), rows, bounds, has_all, dataset)
 
 
-_readers: weakref.WeakKeyDictionary[Any, LoaderRowReader] = weakref.WeakKeyDictionary()
+class _RowSampler:
+    """Batch sampler of a loader with rows: all of a batch, or those of this worker.
 
+    Its `collate` watches the dataset, in this or a loader's process.
+    """
 
-class _LocalBatchSampler:
-    """Batch sampler that yields the indices of the rows that this worker reads."""
-
-    def __init__(self, batches: Any, local_bounds: LocalBoundsFn):
-        self._batches = batches
-        self.local_bounds = local_bounds
+    def __init__(self, loader: Any):
+        self._batches, self._collate = loader.batch_sampler, loader.collate_fn
+        self._dataset, self._init = loader.dataset, loader.worker_init_fn
+        # True once reading has changed the dataset, in memory that processes share.
+        self.changed = sys.modules["torch"].zeros(1, dtype=bool)
+        self._has_processes = loader.num_workers > 0
+        if self._has_processes:
+            self.changed.share_memory_()
+        self._watch: StateWatch | None = None
+        # Set while a `LoaderRowReader` starts.
+        self.local_bounds: LocalBoundsFn | None = None
         # True if this worker reads all rows of each batch.
         self.reads_all = True
         # The global batches whose rows have not arrived yet, in order.
         self.requested: deque[_Requested] = deque()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a loader's process needs."""
+        return {**vars(self), "_batches": (), "local_bounds": None, "requested": None}
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
     def __iter__(self) -> Iterator[list]:
         self.requested = deque()
-        return self._sample(self.requested)
+        return self._sample(self.local_bounds, self.requested)
 
-    def _sample(self, requested: deque[_Requested]) -> Iterator[list]:
+    def _sample(
+        self, local_bounds: LocalBoundsFn | None, requested: deque[_Requested]
+    ) -> Iterator[list]:
         for batch in self._batches:
-            rows = list(batch)
-            bounds = self.local_bounds(len(rows))
-            requested.append((rows, bounds, self.reads_all))
-            first, end = (0, len(rows)) if self.reads_all else rows_to_read(bounds)
-            _record_random_states()
+            rows, first, end = list(batch), 0, None
+            if local_bounds is not None:
+                bounds = local_bounds(len(rows))
+                requested.append((rows, bounds, self.reads_all))
+                if not self.reads_all:
+                    first, end = rows_to_read(bounds)
+            if not self._has_processes:
+                self._begin()
             yield rows[first:end]
 
+    def init_process(self, worker_id: int) -> None:
+        if self._init is not None:
+            self._init(worker_id)
+        self._begin()
 
-def _arrays(data: Any, first: int = 0, end: int | None = None) -> Any:
-    """Return rows of a batch as arrays or tensors that Keras accepts."""
+    def _begin(self) -> None:
+        if self._watch is None:
+            self._watch = StateWatch(self._dataset)
+        elif not self.changed:
+            self._watch.begin()
+
+    def collate(self, rows: Any) -> Any:
+        batch = self._collate(rows)
+        if self._watch is not None and not self.changed:
+            self.changed |= self._watch.has_changed()
+            if self._has_processes:
+                self._begin()
+        return batch
+
+
+def _arrays(data: Any) -> Any:
+    """Return a batch as arrays or tensors that Keras accepts."""
     data = tuple(data) if isinstance(data, list) else data
 
-    def select(leaf):
-        if not hasattr(leaf, "shape"):
-            return leaf
-        return as_array(leaf, "the DataLoader")[first:end]
+    def convert(leaf):
+        return as_array(leaf, "the DataLoader") if hasattr(leaf, "shape") else leaf
 
-    return tree.map_structure(select, data)
-
-
-# --- detection of random draws while reading rows, in this or a loader's process
-
-
-_recorded: Any = None
-
-
-def _record_random_states() -> None:
-    global _recorded
-    numbers: Any = np.random.get_state(legacy=True)
-    _, keys, position, *gauss = numbers
-    state = sys.modules["torch"].get_rng_state().numpy().tobytes()
-    _recorded = random.getstate(), keys.tobytes(), position, gauss, state
-
-
-def _collate_and_check(collate: Callable[[Any], Any], rows: Any) -> tuple[Any, bool]:
-    """Return a batch of rows, and True if reading them drew random numbers."""
-    batch = collate(rows)
-    before = _recorded
-    _record_random_states()
-    return batch, before != _recorded
-
-
-def _init_worker(init: Callable[[int], Any] | None, worker_id: int) -> None:
-    if init is not None:
-        init(worker_id)
-    _record_random_states()
+    return tree.map_structure(convert, data)

@@ -1,6 +1,7 @@
 """Construction of distributed datasets: each replica's part of the user's data."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -213,7 +214,8 @@ def _read_sources(
         if cluster is not None and batches.per_worker:
             partial_rounds = partial and not batches.shortest
             parts = worker_batches.synchronize_rounds(parts, cluster, partial_rounds)
-        placed = map(functools.partial(place_element, strategy.extended.group), parts)
+        place = functools.partial(place_element, strategy.extended.group)
+        placed = map(place, parts, itertools.count())
         return prefetch(placed) if to_devices else placed
 
     return DistributedDataset(strategy, start, states)

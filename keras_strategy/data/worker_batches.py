@@ -12,12 +12,10 @@ so that the exchange overlaps with compute.
 import functools
 import itertools
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from keras import tree
 
 from keras_strategy.cluster.membership import Cluster
@@ -36,52 +34,32 @@ _SAME_ROWS = (
     "`keras_strategy.files` selects files. Or distribute the dataset with "
     "`AutoShardPolicy.DATA`, where all workers read global batches."
 )
-_DIFFERENT_ROWS = (
-    "The data of the %d workers differs: a row that all of them have read is not the "
-    "same on each, and holds random numbers. Each worker reads 1/%d of the rows of its "
-    "own data, as if all had the same. To match one device, draw for row i from its "
-    "own generator, such as `np.random.default_rng([seed, i])`."
-)
 FULL_READS = (
     "Each of the %d workers reads all rows of this data and computes only some: every "
     "row is read %d times. If reading is slow, use rows that can be indexed "
     "(`keras_strategy.IndexedDataset`, or a torch DataLoader of them), of which a "
-    "worker reads only its own, or have each worker read a different part, with "
-    "`AutoShardPolicy.OFF`, or FILE for a `tf.data.Dataset` of files."
+    "worker reads only its own. Rows may depend on each other if a `collate_fn`, "
+    "`__getitems__` or `read` is yours, or if reading changes the dataset: if they do "
+    "not, declare it by `keras_strategy.row_independent(...)`. Or have each worker "
+    "read a different part, with `AutoShardPolicy.OFF`, or FILE for a "
+    "`tf.data.Dataset` of files."
 )
 _warned: set[str] = set()
 
 
-def warn_once(cluster: Cluster, message: str) -> None:
+def warn_once(cluster: Cluster | None, message: str) -> None:
     """Warn on the chief, if there are several workers."""
-    if cluster.size > 1 and cluster.is_chief and message not in _warned:
+    if cluster is None or cluster.size == 1 or not cluster.is_chief:
+        return
+    if message not in _warned:
         _warned.add(message)
         logger.warning(message, cluster.size, cluster.size)
 
 
-class _RowSample:
-    """Sample of the rows read so far, by their checksums, in whatever order."""
-
-    def __init__(self):
-        self._counts, self._batches = Counter[int](), 0
-
-    def add(self, *batches: Any) -> list[int]:
-        """Return rows read once so far, after 1, 2, 4, 8 ... calls; else none."""
-        for batch in batches:
-            checksums = consistency.row_checksums(batch)
-            rows, counts = np.unique(checksums, return_counts=True)
-            for row, count in zip(rows[:8], counts[:8], strict=True):
-                self._counts[int(row)] += int(count)
-        self._counts = Counter(dict(sorted(self._counts.items())[:8]))
-        self._batches += 1
-        is_due = not self._batches & (self._batches - 1)
-        return [row for row, count in self._counts.items() if is_due and count == 1]
-
-
-def _warn_if_same_rows(cluster: Cluster, samples: Sequence[list[int]]) -> None:
-    # One equal row may be chance, such as one of zeros.
-    first, *others = map(set, samples)
-    if len(samples) == cluster.size and all(len(first & o) > 1 for o in others):
+def _warn_if_same_rows(cluster: Cluster, digests: Sequence[str]) -> None:
+    # Without a digest there are only dashes.
+    found = {digest.strip("-") for digest in digests}
+    if len(digests) == cluster.size and len(found) == 1 and found != {""}:
         warn_once(cluster, _SAME_ROWS)
 
 
@@ -98,16 +76,14 @@ class SynchronizedBatches:
     def __iter__(self) -> Iterator[Any]:
         # Now rather than with the first batch: starting may draw random numbers.
         iterator = iter(self.batches)
-        num_read = itertools.count()
 
         def describe(batch):
-            """Return the number of rows, their order, and a digest of values."""
+            """Return the number of rows, and digests of their order and values."""
             if batch is None:
                 return None
             if isinstance(batch, LocalRows):
                 return [batch.global_rows, str(batch.order_checksum), batch.digest]
-            is_first = next(num_read) == 0
-            return [count_rows(batch), digest_of(batch) if is_first else ""]
+            return [count_rows(batch), "", digest_of(batch)]
 
         return read_synchronized(
             iterator,
@@ -129,44 +105,24 @@ class SynchronizedBatches:
                 "own rows of every batch. Received batches of different numbers "
                 f"of rows: {self.cluster.format_by_worker(rows)}."
             )
-        if any(answer[:2] != answers[0][:2] for answer in answers):
-            by_worker = self.cluster.format_by_value(answer[1] for answer in answers)
-            if isinstance(batch, LocalRows):
-                raise WorkerInputError(
-                    "All workers must read in the same order: each reads its own rows "
-                    "of every batch. Received a batch of different rows on some "
-                    f"workers (digests of their indices by worker: {by_worker}). If a "
-                    "sampler has its own generator, give it the same seed on all "
-                    "workers."
-                )
+        orders, digests = ([answer[i] for answer in answers] for i in (1, 2))
+        if len(set(orders)) > 1 or len(set(filter(None, digests))) > 1:
+            received = self.cluster.format_by_value(" ".join(a[1:]) for a in answers)
             raise WorkerInputError(
-                "All workers must be given the same batches: each computes on its own "
-                "rows of every batch. Received different values in the first one "
-                f"(digests by worker: {by_worker}). If they are shuffled or drawn at "
-                "random, a seed is missing: call `keras.utils.set_random_seed(...)` "
-                "before the dataset is made, or pass `shuffle(..., seed=...)`. Use "
-                "`AutoShardPolicy.OFF` only if each worker already has its own rows."
+                "All workers must be given the same batches, in the same order: each "
+                "computes on its own rows of every batch. Received different rows or "
+                f"values (digests by worker: {received}). If they are shuffled or "
+                "drawn at random, a seed is missing: call "
+                "`keras.utils.set_random_seed(...)` before the dataset is made, pass "
+                "`shuffle(..., seed=...)` or the same generator to a sampler, and draw "
+                "for row i from `np.random.default_rng([seed, i])`. If each worker may "
+                "draw its own numbers, declare the dataset "
+                "`keras_strategy.row_independent`. Use `AutoShardPolicy.OFF` only if "
+                "each worker already has its own rows."
             )
-        if not isinstance(batch, LocalRows):
-            if self.warn_full_reads:
-                warn_once(self.cluster, FULL_READS)
-        elif any(answer != answers[0] for answer in answers):
-            self._check_different_rows(batch, [answer[2] for answer in answers])
+        if self.warn_full_reads and not isinstance(batch, LocalRows):
+            warn_once(self.cluster, FULL_READS)
         return batch
-
-    def _check_different_rows(self, batch: LocalRows, digests: list) -> None:
-        """Raise if the data differs; warn if rows are drawn at random."""
-        if batch.reread_digest is not None and batch.reread_digest() == batch.digest:
-            by_worker = self.cluster.format_by_value(digests)
-            raise WorkerInputError(
-                "All workers must be given the same data: each reads its own rows of "
-                "every batch. Received different values in rows that all of them have "
-                f"read (digests by worker: {by_worker}), and the same values when "
-                "they were read again. If each worker's data is a different part, "
-                "distribute it with `AutoShardPolicy.OFF`. If rows are drawn by their "
-                "index, use the same seed on all workers."
-            )
-        warn_once(self.cluster, _DIFFERENT_ROWS)
 
     def _warn_uneven_end(self, answers: list) -> None:
         ended = [
@@ -203,13 +159,14 @@ class PerWorkerBatches:
     def __iter__(self) -> Iterator[LocalRows]:
         # Now rather than with the first batch: starting may draw random numbers.
         iterator = iter(self.batches)
-        cluster, last, sample = self.cluster, None, _RowSample()
+        cluster, last = self.cluster, None
 
         def describe(batch):
             if batch is None:
                 return "never" if last is None else "no more"
             layouts = [_layout(leaf, 1) for leaf in tree.flatten(batch)]
-            return [count_rows(batch), sample.add(batch), *layouts]
+            digest = digest_of(batch) if last is None else ""
+            return [count_rows(batch), digest, *layouts]
 
         def accept(batch, answers):
             nonlocal last
@@ -326,12 +283,12 @@ def synchronize_rounds(
     # A worker that has no more continues with empty elements, as replicas without an
     # element in a last round do. Unless elements may have fewer rows than others
     # (`partial`), such a round is dropped.
-    empty, sample = ReplicaParts(), _RowSample()
+    empty = ReplicaParts()
 
     def describe(parts):
         if parts is not None:
             layouts = [[_layout(x) for x in tree.flatten(part)] for part in parts]
-            return [layouts, sample.add(*parts)]
+            return [layouts, "" if empty else digest_of(list(parts))]
         if not partial:
             return "none"
         return "empty" if empty else "never"

@@ -19,7 +19,11 @@ from keras import tree
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import LocalRows, override
 from keras_strategy.data import indexed_dataset, splitting
-from keras_strategy.data.indexed_dataset import IndexedDataset, IndexedRowReader
+from keras_strategy.data.indexed_dataset import (
+    IndexedDataset,
+    IndexedRowReader,
+    has_independent_rows,
+)
 from keras_strategy.data.sources import (
     PrefetchedBatches,
     Scope,
@@ -141,7 +145,9 @@ def for_keras(argument: Any, strategy: Any, method: str) -> Any:
     data = splitting.keras_dataset(argument, strategy, method)
     if isinstance(data, splitting.BatchesForKeras):
         return _Batches(data)
-    return data
+    if strategy is None or strategy.extended.cluster is None:
+        return data
+    return indexed_dataset.loader_with_rows(data)
 
 
 def array_batch_counts(adapter: Any) -> list[Any] | None:
@@ -166,11 +172,10 @@ def read_local_rows(
         return RowsOfArrays(adapter, arrays, local_bounds, batches_of)
     if isinstance(adapter, keras_adapters.TorchDataLoaderAdapter):
         loader = adapter.get_torch_dataloader()  # the user's loader on every backend
-        reader = indexed_dataset.loader_row_reader(loader, local_bounds)
-        if reader is not None:
-            return reader
+        if indexed_dataset.is_loader_with_rows(loader):
+            return indexed_dataset.LoaderRowReader(loader, local_bounds)
     dataset = getattr(adapter, "py_dataset", None)
-    if isinstance(dataset, IndexedDataset):
+    if isinstance(dataset, IndexedDataset) and has_independent_rows(dataset):
         shuffle = functools.partial(_shuffle, adapter) if adapter.shuffle else None
         weigh = adapter._standardize_batch  # by `class_weight`
         return IndexedRowReader(dataset, local_bounds, shuffle, weigh)
@@ -243,7 +248,7 @@ def _prefetch_pauses(iterator: Any, batches: Any) -> Callable[[int], bool]:
         if steps and num_read % steps == 0:
             return True
         if isinstance(batches, indexed_dataset.LoaderRowReader):
-            return batches.indices.reads_all  # reading draws random numbers
+            return batches.sampler.reads_all  # reading may draw random numbers
         return not ahead
 
     return pauses

@@ -251,7 +251,10 @@ def _prepare_callbacks(
         acts_alone = not all(type(c) in DETERMINISTIC_CALLBACKS for c in callbacks)
         compiled = getattr(model, "_compile_config", None)  # not if it is overridden
         settings = {} if compiled is None else compiled.config
-        signature = consistency.fit_signature(model, settings, arguments, in_step)
+        lookups = [x for x in all_layers(model) if hasattr(x, "get_vocabulary")]
+        signature = consistency.fit_signature(
+            model, settings, arguments, in_step, lookups
+        )
         act_alone = consistency.check_workers_agree(cluster, signature, acts_alone)
         sync = mirror_consistency.SyncTrainingState
         if any(act_alone):

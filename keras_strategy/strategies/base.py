@@ -14,7 +14,10 @@ from keras_strategy.cluster.membership import Cluster, leave_cluster
 from keras_strategy.core import context
 from keras_strategy.core.registry import UnsupportedName, get_engine
 from keras_strategy.data import splitting
-from keras_strategy.data.distributed_dataset import DistributedDataset
+from keras_strategy.data.distributed_dataset import (
+    DistributedDataset,
+    check_batch_numbers,
+)
 from keras_strategy.devices import LogicalDevices
 from keras_strategy.keras_patches import consistency
 from keras_strategy.options import (
@@ -264,6 +267,7 @@ class Strategy(Reports):
         check_function(fn, args)
         options = check_run_options(options)
         context.require_cross_replica(self, "run")
+        check_batch_numbers(self._extended.cluster, (args, kwargs))
         if ownership.pending_values:
             with self.scope():
                 ownership.broadcast_pending_values()

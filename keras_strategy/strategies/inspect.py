@@ -1,26 +1,20 @@
-"""Reports: device placement, memory use, and the profile of a training step."""
+"""Reports: memory use, and the profile of a training step."""
 
 import functools
-import html
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 from keras import tree
-from rich.console import Console, Group
-from rich.markup import escape
-from rich.table import Table
 
-from keras_strategy.core import context
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.internals import byte_count
 from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training import ownership
-from keras_strategy.training.sharding import flat_shards_of, is_sharded, shard_spec_of
+from keras_strategy.training.sharding import is_sharded, shard_spec_of
 from keras_strategy.values import DistributedValues
 
 if TYPE_CHECKING:
@@ -69,225 +63,6 @@ class MemoryReport:
             partly = (f"{path} ({shards})" for path, shards in self.partly.items())
             lines.append(f"In fewer parts than devices: {', '.join(partly)}")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Values of each replica of this worker, as returned by `visualize`.
-
-    It displays as a table when printed, by `rich`, and in a notebook.
-
-    Args:
-        title: The table's title.
-        columns: The names of the columns.
-        rows: One for each replica of this worker, with a text for each column.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def __rich__(self) -> Group:
-        table = Table()
-        for column in self.columns:
-            table.add_column(escape(column), overflow="fold")
-        for row in self.rows:
-            table.add_row(*map(escape, row))
-        # A title in the table would wrap at the table's width.
-        return Group(escape(self.title), table)
-
-    def __repr__(self) -> str:
-        console = Console(width=100, no_color=True)
-        with console.capture() as captured:
-            console.print(self)
-        return captured.get().rstrip("\n")
-
-    def _repr_html_(self) -> str:
-        def row(cells: Iterable[str], tag: str) -> str:
-            texts = (html.escape(cell, quote=False) for cell in cells)
-            return "".join(f"<{tag}>{text}</{tag}>" for text in texts)
-
-        body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in self.rows)
-        return (
-            f"<table><caption>{html.escape(self.title, quote=False)}</caption>"
-            f"<thead><tr>{row(self.columns, 'th')}</tr></thead>"
-            f"<tbody>{body}</tbody></table>"
-        )
-
-
-def visualize(value: Any) -> Placement:
-    """Show which device holds which part of a value, variable, model or strategy.
-
-    Args:
-        value: The output of `strategy.run`, an element of a distributed dataset, or any
-            structure of such values; a variable; a model; or a strategy.
-
-    Returns:
-        A table of this worker's replicas, to be printed or shown in a notebook.
-
-    Example:
-
-    ```python
-    import keras
-    import keras_strategy as ks
-
-    strategy = ks.MirroredStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    print(ks.visualize(model))  # each device holds 4 floats, 16 B
-    ```
-    """
-    if isinstance(value, Reports):
-        backend = keras.backend.backend()
-        title = f"{type(value).__name__} on {backend}: {_count_replicas(value)} in all"
-        return _by_replica(title, (), value, [()] * _count_components(value))
-    if isinstance(value, keras.Model):
-        return _placement_of_model(value)
-    if isinstance(value, keras.Variable):
-        strategy = ownership.strategy_of_variable(value)
-        title = f"variable {value.path!r}, aggregation {value.aggregation!r}"
-        if flat_shards_of(value) is not None:
-            return _placement_of_shards(title, strategy, value)
-        components = _components(strategy, value)
-        return _placement_of_components(title, strategy, components)
-    return _placement_of_value(value)
-
-
-def _placement_of_model(model: keras.Model) -> Placement:
-    strategy = ownership.strategy_of_model(model)
-    owner = "no strategy" if strategy is None else type(strategy).__name__
-    title = f"model {model.name!r} of {owner}"
-    optimizer = getattr(model, "optimizer", None)
-    groups = {
-        "trainable": model.trainable_variables,
-        "not trainable": model.non_trainable_variables,
-        "optimizer": optimizer.variables if optimizer is not None else [],
-    }
-
-    def in_units(sizes: Iterable[Iterable[int]]) -> list[str]:
-        sums = list(map(sum, sizes))
-        return [_in_units(size) for size in (*sums, sum(sums))]
-
-    columns = (*groups, "all")
-    central = getattr(strategy, "parameter_device", None)
-    if central is not None:
-        sizes = [[_bytes(v.value) for v in group] for group in groups.values()]
-        row = (central, *in_units(sizes))
-        return Placement(f"{title}, kept on one device", ("device", *columns), (row,))
-    local = [[_local_bytes(strategy, v) for v in group] for group in groups.values()]
-    cells = [
-        in_units([sizes[i] for sizes in group] for group in local)
-        for i in range(_count_components(strategy))
-    ]
-    return _by_replica(title, columns, strategy, cells)
-
-
-def _placement_of_shards(title: str, strategy: Any, variable: Any) -> Placement:
-    shards: Any = flat_shards_of(variable)
-    bounds = [shards.bounds[r] for r in strategy.extended.local_replicas]
-    sizes = strategy.extended.group.local_bytes(variable)
-    cells = [
-        (f"{begin} to {end} of {shards.shape}", _dtype(variable), _in_units(size))
-        for (begin, end), size in zip(bounds, sizes, strict=True)
-    ]
-    return _by_replica(title, ("elements", "dtype", "bytes"), strategy, cells)
-
-
-def _local_bytes(strategy: Any, variable: Any) -> Sequence[int]:
-    """Return a variable's bytes on each local replica."""
-    owner = ownership.strategy_of_variable(variable)
-    if owner is not None and flat_shards_of(variable) is not None:
-        return owner.extended.group.local_bytes(variable)
-    return list(map(_bytes, _components(strategy, variable)))
-
-
-def _placement_of_value(value: Any) -> Placement:
-    leaves = tree.flatten(value)
-    counts = {len(x.values) for x in leaves if isinstance(x, DistributedValues)}
-    if len(counts) > 1:
-        raise ValueError(
-            "Expected values of one strategy. Received values with different numbers "
-            f"of components: {sorted(counts)}"
-        )
-    count = counts.pop() if counts else 1
-    # A value does not record its strategy: assume the current one.
-    strategy = context.current_scope()
-    if strategy is not None and _count_components(strategy) != count:
-        strategy = None
-    local = [
-        [x.values[i] if isinstance(x, DistributedValues) else x for x in leaves]
-        for i in range(count)
-    ]
-    if len(leaves) == 1:
-        title = type(leaves[0]).__name__
-        return _placement_of_components(title, strategy, [leaf for (leaf,) in local])
-    cells = [(str(len(leaves)), _in_units(sum(map(_bytes, x)))) for x in local]
-    return _by_replica(f"{len(leaves)} values", ("values", "bytes"), strategy, cells)
-
-
-def _placement_of_components(title: str, strategy: Any, components: Any) -> Placement:
-    cells = [
-        (str(tuple(getattr(x, "shape", ()))), _dtype(x), _in_units(_bytes(x)))
-        for x in components
-    ]
-    return _by_replica(title, ("shape", "dtype", "bytes"), strategy, cells)
-
-
-def _by_replica(
-    title: str, columns: Sequence[str], strategy: Any, cells: Sequence[Sequence[str]]
-) -> Placement:
-    """Return a table with the index, the device and the cells of each local replica."""
-    if strategy is None:
-        replicas = range(len(cells))
-        devices = ["this process" if len(cells) == 1 else "unknown"] * len(cells)
-    else:
-        topology = strategy.extended.topology
-        replicas, devices = topology.local_replicas, topology.devices
-    rows = [
-        (str(replica), device, *texts)
-        for replica, device, texts in zip(replicas, devices, cells, strict=True)
-    ]
-    return Placement(title, ("replica", "device", *columns), tuple(rows))
-
-
-def _components(strategy: Any, variable: keras.Variable) -> tuple[Any, ...]:
-    """Return a variable's component for each local replica, whoever created it."""
-    owner = ownership.strategy_of_variable(variable)
-    if owner is not None:
-        return owner.experimental_local_results(variable)
-    # Created outside every scope: one value, which all replicas of a strategy read.
-    return (variable.value,) * _count_components(strategy)
-
-
-def _count_components(strategy: Any) -> int:
-    return 1 if strategy is None else len(strategy.extended.topology.devices)
-
-
-def _count_replicas(strategy: Any) -> str:
-    replicas = strategy.num_replicas_in_sync
-    return f"{replicas} {'replica' if replicas == 1 else 'replicas'}"
-
-
-def _dtype(part: Any) -> str:
-    dtype = getattr(part, "dtype", None)
-    if dtype is None:
-        return type(part).__name__
-    return keras.backend.standardize_dtype(dtype)
-
-
-def _bytes(part: Any) -> int:
-    if getattr(part, "dtype", None) is None:
-        return 0
-    bits = "".join(filter(str.isdigit, _dtype(part).partition("_")[0]))
-    return math.prod(getattr(part, "shape", ())) * (int(bits or 8) // 8)
-
-
-def _in_units(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 # Steps of the shorter of two calls. Their difference excludes the fixed cost of a call.
@@ -405,7 +180,8 @@ def profile(
         title = f"a call of {getattr(model_or_fn, '__name__', model_or_fn)!r}"
     title += f", with {keras.backend.backend()}"
     if strategy is not None:
-        title += f" on {_count_replicas(strategy)}"
+        count = strategy.num_replicas_in_sync
+        title += f" on {count} {'replica' if count == 1 else 'replicas'}"
 
     train(_SHORT)  # builds and compiles
     train(_SHORT + steps)
@@ -450,19 +226,6 @@ def _call(fn: Callable[[], Any], steps: int) -> None:
 
 class Reports:
     """Methods of `Strategy` that report on it."""
-
-    def summary(self: "Strategy") -> None:
-        """Print the replicas of this worker and their devices.
-
-        Example:
-
-        ```python
-        import keras_strategy as ks
-
-        ks.MirroredStrategy().summary()
-        ```
-        """
-        print(visualize(self))
 
     def memory_report(self: "Strategy", model: keras.Model) -> MemoryReport:
         """Return the bytes of a model's variables on each device of this worker.

@@ -9,8 +9,6 @@ lambda).
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
 import itertools
 import math
@@ -21,7 +19,6 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import tree
 
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.collectives import array_digest
@@ -91,6 +88,7 @@ def fit_signature(
     compiled: Mapping[str, Any],
     arguments: Mapping[str, Any],
     callbacks: list[Any],
+    lookups: Iterable[Any] = (),
 ) -> list[Item]:
     description = describe(model)
     if not isinstance(description, Mapping):  # a subclass without `get_config`
@@ -103,8 +101,20 @@ def fit_signature(
         "callbacks": [type(callback).__name__ for callback in callbacks],
         **{f"callback {type(c).__name__}": _settings(c) for c in callbacks},
         "model": description,
+        **dict(map(_adapted_state, itertools.count(), lookups)),
     }
     return _items(fields)
+
+
+def _adapted_state(index: int, layer: Any) -> tuple[str, Any]:
+    """Return what `adapt` has computed and neither config nor variables hold."""
+    weights: dict[str, Any] = {}
+    layer.save_own_variables(weights)
+    name = layer.name.rstrip("_0123456789")  # without a counter
+    return f"adapted layer {index} '{name}'", {
+        "vocabulary": list(map(str, layer.get_vocabulary())),
+        **{key: _array(value) for key, value in weights.items()},
+    }
 
 
 def call_signature(arguments: Mapping[str, Any]) -> list[Item]:
@@ -214,28 +224,6 @@ def rows_digest(array: Any) -> str:
     """Return a digest of rows; an empty one if this worker cannot read them alone."""
     rows = _some_rows(array)
     return "" if rows is None else _digest(rows)
-
-
-def row_checksums(batch: Any) -> np.ndarray:
-    """Return a checksum of each row, of some elements; none if arrays are not dense."""
-    checksums = np.zeros(0, "uint64")
-    with contextlib.suppress(TypeError, ValueError, AttributeError, RuntimeError):
-        for array in filter(_shape, tree.flatten(batch)):
-            rows = array if hasattr(array, "reshape") else _to_numpy(array)
-            rows = rows.reshape(len(rows), -1)
-            # Few elements leave the device.
-            rows = _to_numpy(rows[:, :: -(-rows.shape[1] // 64)])
-            words = np.ascontiguousarray(rows).view("uint8").astype("uint64")
-            parts = words @ _random_factors(words.shape[1])
-            checksums = (
-                checksums * _random_factors(1) + parts if len(checksums) else parts
-            )
-    return checksums
-
-
-@functools.cache
-def _random_factors(count: int) -> np.ndarray:
-    return np.random.default_rng(count).integers(2**64 - 1, size=count, dtype="uint64")
 
 
 def _digest(rows: np.ndarray) -> str:

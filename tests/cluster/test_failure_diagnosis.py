@@ -167,6 +167,38 @@ time.sleep(300)
     )
 
 
+def test_spawn_without_main_guard_is_named(processes):
+    spawn = """
+import multiprocessing
+process = multiprocessing.get_context("spawn").Process(target=print)
+process.start()
+process.join()
+client.exchange("after")
+"""
+    processes.start([spawn, spawn])
+    for rank, (status, errors) in enumerate(processes.end(0, 1)):
+        assert status == 0
+        name = ("chief", "worker 0")[rank]
+        assert f"has already joined as {name}. If `multiprocessing`" in errors
+        assert 'under `if __name__ == "__main__":`' in errors
+
+
+def test_missing_file_of_worker_is_explained(processes):
+    script = "client.exchange('start'); open('/no such file')"
+    processes.start([WAIT_AFTER, script])
+    (_, chief), (_, worker) = processes.end(0, 1)
+    for errors in (chief, worker):
+        assert "FileNotFoundError" in errors
+        assert "Only the chief writes files" in errors
+
+
+def test_missing_file_of_chief_is_not_explained(processes):
+    processes.start(["open('/no such file')", WAIT_AFTER])
+    for _, errors in processes.end(0, 1):
+        assert "FileNotFoundError" in errors
+        assert "Only the chief writes files" not in errors
+
+
 def test_failed_fork_does_not_end_worker(processes):
     fork = """
 import os

@@ -40,3 +40,9 @@ def test_failure_reason_is_traceback_or_last_lines():
     traceback = b"Traceback (most recent call last):\n  line\nError: why\n"
     _, last_lines = pass_on(*numbers, traceback)
     assert failure_lines(last_lines) == traceback.splitlines()
+    reason = b"keras_strategy: worker 1 ends. worker 0 raised KeyError\nin a loop\n"
+    _, last_lines = pass_on(traceback, reason)
+    assert failure_lines(last_lines) == reason.splitlines()
+    note = b"keras_strategy: the training step had begun\n"  # a part of the traceback
+    _, last_lines = pass_on(traceback, note)
+    assert failure_lines(last_lines) == [*traceback.splitlines(), note[:-1]]

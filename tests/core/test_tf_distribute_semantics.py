@@ -1,4 +1,4 @@
-"""What programs for tf.distribute rely on: the same from ours and from the native one.
+"""Behaviour on which programs for tf.distribute rely, beside the native one.
 
 Each case was recorded with native tf.distribute (TensorFlow 2.21, two logical CPUs). On
 TensorFlow the native strategy answers the same questions in the same test; where its

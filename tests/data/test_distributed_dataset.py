@@ -224,7 +224,7 @@ def test_iterable_torch_data_loader(two):
 
 @pytest.fixture
 def tf():
-    """TensorFlow beside the backend in use, as a user's process may have it."""
+    """TensorFlow beside the backend in use, as a process may have it."""
     return pytest.importorskip("tensorflow")
 
 

@@ -1,4 +1,4 @@
-"""What is read in a thread before it is asked for, in loops and in `fit`."""
+"""Batches that a thread reads ahead, in loops and in `fit`."""
 
 import threading
 import traceback
@@ -31,7 +31,7 @@ def _no_reader_is_left():
 
 
 class Noted:
-    """An iterator of numbers that tells which were read, and fails where it is told."""
+    """An iterator of numbers that records those read, and fails at a given one."""
 
     def __init__(self, number, fails=None):
         self.read = [threading.Event() for _ in range(number)]
@@ -126,7 +126,7 @@ def test_dropped_iterator_ends_its_thread():
 
 
 def test_ctrl_c_loses_no_batch(monkeypatch):
-    """What was being read when somebody waited for it comes next."""
+    """The batch that was being read comes next."""
     goes_on = threading.Event()
 
     def items():
@@ -150,7 +150,7 @@ def test_ctrl_c_loses_no_batch(monkeypatch):
     assert list(reading) == [1]
 
 
-# --- loops of one's own
+# --- custom loops
 
 
 def batches_of(noted):

@@ -1,14 +1,17 @@
-"""What workers read, in functions as those of `jobs`."""
+"""Functions that workers run, and that return what they have read."""
 
+import itertools
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import keras_strategy as ks
 from tests.distributed.jobs import digits, in_charge
 
 
+@ks.row_independent  # which a counter cannot prove
 class Rows:
     """29 rows that count how often one of them is read.
 
@@ -58,6 +61,7 @@ def loaders(alone: bool = False) -> dict:
     torch.manual_seed(17)
     rows, noisy = Rows(), Rows(noise=True)
 
+    @ks.row_independent
     def collate(items):
         x, y = zip(*items, strict=True)
         return torch.tensor(np.stack(x)) * 2, torch.tensor(np.stack(y))
@@ -99,8 +103,37 @@ def loaders(alone: bool = False) -> dict:
     return {"read": read, "results": results}
 
 
+def skip_batches(native: bool = False) -> dict:
+    """Return the errors of workers that skip different batches of their loops."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    rank = strategy.extended.local_replicas.start
+
+    def step(x):
+        total = keras.ops.sum(x)
+        return ks.get_replica_context().all_reduce("SUM", total)
+
+    data: Any = [np.full(4, i, "float32") for i in range(4)]
+    if native:
+        import tensorflow as tf
+
+        data = tf.data.Dataset.from_tensor_slices(np.stack(data))
+    dataset = strategy.experimental_distribute_dataset(data)
+    totals = []
+    for _ in range(2):
+        for x in itertools.islice(dataset, 1, None, 2):
+            total = strategy.run(step, (x,))
+            totals.append(float(strategy.experimental_local_results(total)[0]))
+    steps = 0
+    with pytest.raises(ks.errors.WorkersDifferError) as error:
+        for number, x in enumerate(dataset):
+            if number != 2 - rank:
+                strategy.run(step, (x,))
+                steps += 1
+    return {"equal": totals, "steps": steps, "error": str(error.value)}
+
+
 def policies(folder: str) -> dict:
-    """What each worker reads of what is sharded, and what it is told."""
+    """Return what each worker reads of sharded data, and the warnings."""
     import tensorflow as tf
     import torch
 

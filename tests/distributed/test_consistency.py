@@ -42,6 +42,18 @@ def fits_that_differ() -> dict[str, str]:
         arguments = {"epochs": 1, "verbose": 2 * last, **arguments}
         return told(made(optimizer, activation, loss).fit, *mine, **arguments)
 
+    def said_of_words(words):
+        class Words(keras.layers.Dense):
+            def __init__(self):
+                super().__init__(3)
+                self.lookup = keras.layers.StringLookup()
+
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), Words()])
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+        model.layers[0].lookup.adapt(np.array(words))
+        return told(model.fit, x, y, verbose=0)
+
     def told(call, *args, **kwargs):
         try:
             call(*args, **kwargs)
@@ -91,10 +103,12 @@ def fits_that_differ() -> dict[str, str]:
         **{call.__name__: told(call, other) for call in on_batch},
         "rows": told(model.train_on_batch, x[: 4 + last], y[: 4 + last]),
         "Keras's": with_epsilon(lambda: told(model.evaluate, x, y)),
+        "vocabulary": said_of_words(["a", "c" if last else "b"]),
         "batches": said(sgd(), mine=(((a, y) for a in [other, x]),)),
         # What may differ.
         "watch": said(sgd(), callbacks=[] if last else [watch], epochs=2),
         "rate": said(sgd(0.1 if last else 0.2)),
+        "same vocabulary": said_of_words(["a", "b"]),
         "kinds": said(sgd(), mine=(pandas.DataFrame(x) if last else x, y)),
         "batch": told(model.train_on_batch, x, y),
     }
@@ -187,9 +201,11 @@ ALIKE = {
     "predict_on_batch": "in `predict_on_batch`. They differ in argument x",
     "rows": "argument x (worker 0: an array (4, 6) of float32, whose",
     "Keras's": "keras.config.epsilon (worker 0: 1e-07; worker 1: 0.001)",
-    "batches": "Received different values",
+    "vocabulary": "adapted layer 0 'string_lookup'.vocabulary (worker 0: ['[UNK]', 'b'",
+    "batches": "Received different rows or values",
     "watch": "no error",
     "rate": "no error",
+    "same vocabulary": "no error",
     "kinds": "no error",
     "batch": "no error",
 }
@@ -198,6 +214,7 @@ ALIKE = {
 @pytest.mark.full(keep_on="torch")
 def test_differing_fit_arguments_are_reported(two_workers):
     pytest.importorskip("pandas")
+    pytest.importorskip("tensorflow")
     for result in two_workers.run(fits_that_differ):
         assert result.keys() == ALIKE.keys()
         for case, said in result.items():

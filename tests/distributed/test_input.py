@@ -6,12 +6,13 @@ import keras
 import numpy as np
 import pytest
 
+from keras_strategy.testing import WorkerFailed
 from tests.distributed import input_jobs, jobs
 
 
 @pytest.fixture(scope="module")
 def results(in_turns, tmp_path_factory):
-    """What each of two workers returns."""
+    """Results of each of two workers."""
     folder = tmp_path_factory.mktemp("files")
     for name in range(3):
         numbers = range(10 * name, 10 * name + 5)
@@ -19,6 +20,7 @@ def results(in_turns, tmp_path_factory):
     calls = {
         "own": (jobs.datasets_of_their_own, {}),
         "failing": (jobs.sources_that_fail, {}),
+        "skipped": (input_jobs.skip_batches, {}),
     }
     if importlib.util.find_spec("torch"):
         calls["loaders"] = input_jobs.loaders, {}
@@ -58,6 +60,20 @@ def test_read_error_of_one_worker_reaches_all(results):
         assert "the disk is gone" in said
 
 
+def test_run_of_different_batches_is_reported(results):
+    for result in results["skipped"]:
+        assert result["equal"] == [4.0, 12.0] * 2
+        assert result["steps"] == 2
+        numbers = "elements of these numbers: worker 0: 1, worker 1: 2."
+        assert numbers in result["error"]
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="native tf.data")
+def test_run_of_different_native_batches_is_reported(two_workers):
+    with pytest.raises(WorkerFailed, match="`strategy.run`, worker 1: `the next elem"):
+        two_workers.run(input_jobs.skip_batches, native=True)
+
+
 @pytest.mark.full(keep_on="jax")
 def test_worker_reads_local_rows_of_loader(results):
     """29 rows by 8, whose last 5 are 3 and 2; each computes all of these on JAX."""
@@ -74,8 +90,8 @@ def test_worker_reads_local_rows_of_loader(results):
         assert read["evaluate"] == before + 8 + 2 * 4 + rows
         assert read["predict"] == before + 3 * 4 + rows
         assert read["noisy"] == 2 * 29 + before
-        # And a row that all workers compare.
-        assert read["indexed"] == before + 2 * (3 * 4 + rows) + 1
+        # And all rows of the first batch.
+        assert read["indexed"] == before + 2 * (3 * 4 + rows) + 4
         assert read["loop"] == read["indexed loop"] == 15 - (result is results[1])
         for name, expected in alone.items():
             for got, want in zip(result["results"][name], expected, strict=True):
@@ -83,7 +99,7 @@ def test_worker_reads_local_rows_of_loader(results):
 
 
 def test_auto_shard_policies(results):
-    """Of three files of 5 rows, in batches of 4, the first worker has two."""
+    """The first worker has two of three files of 5 rows, in batches of 4."""
     pytest.importorskip("tensorflow")
     pytest.importorskip("torch")
     first, second = results["policies"]

@@ -28,7 +28,7 @@ class InputFigures:
     Attributes:
         rows_read: The rows that it reads and decodes, in an epoch after the first.
         row_bytes: The bytes of rows that it sends to other workers.
-        rounds: How often it waits for an answer of the hub's before it can compute.
+        rounds: How often it waits for the coordinator before it can compute.
         collectives: The collectives of a step, those of its gradients and logs.
     """
 
@@ -46,8 +46,8 @@ class Watch:
 
     Attributes:
         rows: The rows that were read; who reads them adds them.
-        asked: What the worker waited for by way of the hub. What was told before a step
-            and is asked for after it, nobody waits for.
+        asked: What the worker waited for at the coordinator. Nobody waits for what is
+            sent before a step and received after it.
         gathered: For what rows were gathered of all workers, in any epoch.
         row_bytes: The bytes that this worker gave to that.
         callback: A callback for the `fit`.
@@ -67,7 +67,7 @@ class Watch:
         )
 
     def read(self, rows: int) -> None:
-        """Is told that so many rows were read."""
+        """Count rows that were read."""
         self.rows += rows
 
     def _begin(self, epoch: int) -> None:
@@ -137,6 +137,7 @@ class CountedArray(np.ndarray):
         return part.view(np.ndarray)
 
 
+@ks.row_independent  # which a counter cannot prove
 class Rows:
     """A source of rows that can be indexed."""
 

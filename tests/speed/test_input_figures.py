@@ -1,4 +1,4 @@
-"""What workers read, ask and send for the rows of a step."""
+"""Rows that workers read and send in a step, and their messages."""
 
 import keras
 import pytest

@@ -4,6 +4,7 @@ A tf.function can iterate over them, and their elements are prefetched to the de
 The elements are our `PerReplica`, which works there as any other value does.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -181,10 +182,14 @@ class NativeIterator(_Wrapper, DistributedIterator, tf.distribute.DistributedIte
 
     def __next__(self) -> Any:
         context.require_cross_replica(self._strategy, "DistributedIterator.__next__")
-        try:
-            return self._convert(self._native.get_next())
-        except tf.errors.OutOfRangeError:
-            raise StopIteration from None
+        cluster, scope = self._strategy.extended.cluster, contextlib.nullcontext()
+        if cluster is not None:  # a collective, in which a worker may be alone
+            scope = cluster.client.track_operation("the next element")
+        with scope:
+            try:
+                return self._convert(self._native.get_next())
+            except tf.errors.OutOfRangeError:
+                raise StopIteration from None
 
     def get_next_as_optional(self) -> Any:
         context.require_cross_replica(
