@@ -6,6 +6,7 @@ servers ("ps") and the "evaluator" have no rank.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,8 +63,9 @@ class ClusterSpec:
     Args:
         cluster: A mapping from job names to the addresses of their tasks: a
             list, or a mapping from task index to address where only some tasks
-            are known. Also another `ClusterSpec`, or any object whose
-            `as_dict()` returns such a mapping, as `tf.train.ClusterSpec` does.
+            are known. Also another `ClusterSpec`, a `tf.train.ClusterDef`, or any
+            object whose `as_dict()` returns such a mapping, as
+            `tf.train.ClusterSpec` does.
 
     Raises:
         TypeError: If `cluster` is none of these, or a job name or an address
@@ -85,6 +87,8 @@ class ClusterSpec:
     def __init__(self, cluster: Mapping[str, Any] | ClusterSpec | Any) -> None:
         if not isinstance(cluster, Mapping) and hasattr(cluster, "as_dict"):
             cluster = cluster.as_dict()
+        if (jobs := getattr(cluster, "job", None)) is not None:  # of a ClusterDef
+            cluster = {job.name: dict(job.tasks) for job in jobs}
         if not isinstance(cluster, Mapping):
             raise TypeError(
                 "Expected `cluster` to be a dict from job names to lists of "
@@ -120,6 +124,11 @@ class ClusterSpec:
             else dict(tasks)
             for name, tasks in self._jobs.items()
         }
+
+    def as_cluster_def(self) -> Any:
+        """Return the cluster as a `tf.train.ClusterDef`; this needs TensorFlow."""
+        train = importlib.import_module("tensorflow").train
+        return train.ClusterSpec(self.as_dict()).as_cluster_def()
 
     @property
     def jobs(self) -> list[str]:

@@ -47,9 +47,10 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: dict[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        if hasattr(cluster_spec, "as_cluster_def"):  # of TensorFlow
+        is_ours = isinstance(cluster_spec, ClusterSpec)
+        if not is_ours and hasattr(cluster_spec, "as_cluster_def"):  # of TensorFlow
             cluster_spec = ClusterSpec(cluster_spec)
-        if not isinstance(cluster_spec, ClusterSpec):
+        elif not is_ours:
             raise TypeError(
                 "Expected `cluster_spec` to be a keras_strategy ClusterSpec; wrap "
                 "your cluster as ClusterSpec(...). Received: "

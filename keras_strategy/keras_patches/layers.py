@@ -101,7 +101,17 @@ def _moments(original, strategy, self, inputs, mask):
         )
     if self.synchronized and mask is None:
         return ops.moments(inputs, axes=axes)  # Keras's own would synchronize
-    return original(self, inputs, mask)
+    mean, variance = original(self, inputs, mask)
+    if replica is None:
+        return mean, variance
+    # A replica without rows has no statistics, and would make those of all NaN.
+    has_rows = ops.shape(inputs)[0] > 0
+    if has_rows is True:
+        return mean, variance
+    return (
+        ops.where(has_rows, mean, self.moving_mean.value),
+        ops.where(has_rows, variance, self.moving_variance.value),
+    )
 
 
 _reported: weakref.WeakSet[Any] = weakref.WeakSet()

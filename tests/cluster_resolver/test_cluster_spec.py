@@ -127,6 +127,8 @@ def test_matches_tensorflow(cluster):
     assert bool(ours) == bool(theirs)
     assert repr(ours) == repr(theirs)
     assert ClusterSpec(theirs) == ours
+    assert ours.as_cluster_def() == theirs.as_cluster_def()
+    assert ClusterSpec(theirs.as_cluster_def()) == ours
     for job in ours.jobs:
         assert ours.num_tasks(job) == theirs.num_tasks(job)
         assert ours.task_indices(job) == theirs.task_indices(job)

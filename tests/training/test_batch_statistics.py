@@ -215,6 +215,28 @@ def test_run_averages_local_statistics(two, compiled, caplog):
     assert "differ" not in caplog.text
 
 
+def test_replica_without_rows_in_run(two):
+    """The others' statistics count, and a gradient is finite."""
+    with two.scope():
+        layer = layers.BatchNormalization(momentum=0.0)
+        layer.build(X.shape)
+
+    def step(x):
+        def loss():
+            return ops.sum(layer(x, training=True) ** 2)
+
+        _, gradients = ks.value_and_grad(loss, layer.trainable_variables)()
+        return ks.get_replica_context().all_reduce("sum", gradients)
+
+    for batch in two.experimental_distribute_dataset([X[:1]]):
+        gradients = two.experimental_local_results(two.run(step, args=(batch,)))[0]
+    # The second replica keeps what it had: a mean of 0 and a variance of 1.
+    expected = [X[0] / 2, np.full(4, 0.5)]
+    found = layer.moving_mean.numpy(), layer.moving_variance.numpy()
+    assert largest(expected, list(found)) < 1e-6
+    assert all(np.isfinite(ops.convert_to_numpy(g)).all() for g in gradients)
+
+
 def test_float16_statistics(two):
     """The statistics themselves are of float32."""
     keras.config.set_dtype_policy("mixed_bfloat16")
