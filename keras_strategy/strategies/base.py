@@ -267,7 +267,8 @@ class Strategy(Reports):
         check_function(fn, args)
         options = check_run_options(options)
         context.require_cross_replica(self, "run")
-        check_batch_numbers(self._extended.cluster, (args, kwargs))
+        if (cluster := self._extended.cluster) is not None:
+            check_batch_numbers(cluster, (args, kwargs))
         if ownership.pending_values:
             with self.scope():
                 ownership.broadcast_pending_values()

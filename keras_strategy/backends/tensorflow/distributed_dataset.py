@@ -4,7 +4,6 @@ A tf.function can iterate over them, and their elements are prefetched to the de
 The elements are our `PerReplica`, which works there as any other value does.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -182,14 +181,15 @@ class NativeIterator(_Wrapper, DistributedIterator, tf.distribute.DistributedIte
 
     def __next__(self) -> Any:
         context.require_cross_replica(self._strategy, "DistributedIterator.__next__")
-        cluster, scope = self._strategy.extended.cluster, contextlib.nullcontext()
-        if cluster is not None:  # a collective, in which a worker may be alone
-            scope = cluster.client.track_operation("the next element")
-        with scope:
-            try:
+        cluster = self._strategy.extended.cluster
+        try:
+            if cluster is None:
                 return self._convert(self._native.get_next())
-            except tf.errors.OutOfRangeError:
-                raise StopIteration from None
+            # A collective, in which a worker may be alone.
+            with cluster.client.track_operation("the next element"):
+                return self._convert(self._native.get_next())
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
 
     def get_next_as_optional(self) -> Any:
         context.require_cross_replica(
