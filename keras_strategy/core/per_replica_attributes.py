@@ -202,7 +202,7 @@ def _parts_of(container: Any) -> list[Any]:
 class _Owner:
     """A layer or metric of a strategy, which may have lists, dicts and sets."""
 
-    def __init__(self, reference: weakref.ref, strategy: Any):
+    def __init__(self, reference: weakref.ref, strategy: weakref.ref):
         self.reference, self.strategy = reference, strategy
         self._count, self._names = 0, ()
 
@@ -233,14 +233,14 @@ def note_owner(owner: Any, strategy: Any) -> None:
     """Record a layer or metric of a strategy."""
     key = id(owner)
     reference = weakref.ref(owner, lambda _: _owners.pop(key, None))
-    _owners[key] = _Owner(reference, strategy)
+    _owners[key] = _Owner(reference, weakref.ref(strategy))
 
 
 def _find_containers(strategy: Any) -> list[ContainerContents]:
     """Return those of a strategy's layers and metrics; of all if it is None."""
     values = []
     for owner in list(_owners.values()):  # another thread may add one
-        if strategy is None or owner.strategy is strategy:
+        if strategy is None or owner.strategy() is strategy:
             values += owner.containers()
     found: list[ContainerContents] = []
     while values:
