@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import keras
@@ -199,34 +200,28 @@ def _parts_of(container: Any) -> list[Any]:
     return [*container, *values]
 
 
+@dataclass
 class _Owner:
     """A layer or metric of a strategy, which may have lists, dicts and sets."""
 
-    def __init__(self, reference: weakref.ref, strategy: weakref.ref):
-        self.reference, self.strategy = reference, strategy
-        self._count, self._names = 0, ()
-
-    def containers(self) -> list[Any]:
-        owner = self.reference()
-        if owner is None:
-            return []
-        attributes = vars(owner)
-        if len(attributes) != self._count:
-            self._count = len(attributes)
-            self._names = tuple(attributes.keys() - _KERAS_ATTRIBUTES)
-        try:
-            values = [attributes[name] for name in self._names]
-        except KeyError:  # one was deleted, and another one set
-            self._count = 0
-            return self.containers()
-        # Not `isinstance`, which raises for a dead weak reference.
-        return [x for x in values if issubclass(type(x), (list, dict, set))]
+    reference: weakref.ref
+    strategy: weakref.ref
+    count: int = 0  # of its attributes when the names were read
+    names: tuple[str, ...] = ()  # of those that Keras does not set on every layer
 
 
 # By the owner's `id`, since it may be unhashable.
 _owners: dict[int, _Owner] = {}
-# Other attributes of Keras's own layers do not change in a call.
-_KERAS_ATTRIBUTES = frozenset(vars(keras.layers.Identity(name="identity")))
+
+
+@functools.cache
+def _keras_attributes() -> frozenset[str]:
+    """Return the names of attributes that Keras sets on any layer or model."""
+    inputs = keras.Input((1,), name="input")
+    layer = keras.layers.Identity(name="identity")
+    functional = keras.Model(inputs, layer(inputs), name="functional")
+    sequential = keras.Sequential([layer], name="sequential")
+    return frozenset().union(*map(vars, (layer, functional, sequential)))
 
 
 def note_owner(owner: Any, strategy: Any) -> None:
@@ -238,10 +233,20 @@ def note_owner(owner: Any, strategy: Any) -> None:
 
 def _find_containers(strategy: Any) -> list[ContainerContents]:
     """Return those of a strategy's layers and metrics; of all if it is None."""
-    values = []
-    for owner in list(_owners.values()):  # another thread may add one
-        if strategy is None or owner.strategy() is strategy:
-            values += owner.containers()
+    # In each run, so without a call for each owner.
+    values: list[Any] = []
+    for noted in list(_owners.values()):  # another thread may add one
+        owner = noted.reference()
+        if owner is None or strategy not in (None, noted.strategy()):
+            continue
+        attributes = vars(owner)
+        if len(attributes) != noted.count or not attributes.keys() >= set(noted.names):
+            noted.count = len(attributes)
+            noted.names = tuple(attributes.keys() - _keras_attributes())
+        for name in noted.names:
+            # Not `isinstance`, which raises for a dead weak reference.
+            if issubclass(type(attributes[name]), (list, dict, set)):
+                values.append(attributes[name])
     found: list[ContainerContents] = []
     while values:
         value = values.pop()

@@ -333,14 +333,19 @@ class OptionalElement:
         return self._elements[0]
 
 
-def check_batch_numbers(cluster: Cluster | None, arguments: Any = None) -> None:
+def check_batch_numbers(cluster: Cluster | None, arguments: Sequence[Any] = ()) -> None:
     """Exchange the number of the element that `run` gets; compare those of the last."""
     if cluster is None or cluster.size == 1:
         return
-    values = [x for x in tree.flatten(arguments) if isinstance(x, PerReplica)]
-    numbers = [x.number for x in values if x.number is not None]
+    number = None
+    for leaf in arguments:  # in each `run`, so only nested arguments are flattened
+        if isinstance(leaf, tuple | list | dict):
+            check_batch_numbers(cluster, tree.flatten(arguments))
+            return
+        if isinstance(leaf, PerReplica) and leaf.number is not None:
+            number = leaf.number
     exchange = cluster.batch_numbers
-    received = exchange.start(max(numbers)) if numbers else exchange.wait()
+    received = exchange.wait() if number is None else exchange.start(number)
     if len(set(received)) > 1:
         by_worker = cluster.format_by_worker(received)
         received.clear()

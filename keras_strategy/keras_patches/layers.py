@@ -205,6 +205,18 @@ def _deleting(original: Callable) -> Callable:
     return replacement
 
 
+def _clearing_losses(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def replacement(self):
+        own = current_turn.attributes
+        if own is not None and (self._losses or self._loss_ids):
+            own.keep(self._losses)
+            own.keep(self._loss_ids)
+        original(self)
+
+    return replacement
+
+
 def _setting_trainable(original: property) -> property:
     def set_trainable(self, value):
         own = current_turn.attributes
@@ -215,24 +227,30 @@ def _setting_trainable(original: property) -> property:
     return original.setter(set_trainable)
 
 
-_layer = _Noted(keras.Layer, {"__setattr__": _setting, "__delattr__": _deleting})
+_layer = _Noted(
+    keras.Layer,
+    {
+        "__setattr__": _setting,
+        "__delattr__": _deleting,
+        "_clear_losses": _clearing_losses,
+    },
+)
 # A layer's `trainable` sets that of its variables.
 _variable = _Noted(keras.Variable, {"trainable": _setting_trainable})
 
 
 @hook(
     keras.Layer,
-    ("add_loss", "_clear_losses"),
-    ("self",),
+    "add_loss",
+    "(self, loss)",
     when=current_attributes,
     multi_replica_only=True,
 )
-def _change_losses(original, attributes, self, *args):
+def _add_loss(original, attributes, self, loss):
     """Keep the losses of a layer separate per replica."""
-    if args or self._losses or self._loss_ids:
-        attributes.keep(self._losses)
-        attributes.keep(self._loss_ids)
-    original(self, *args)
+    attributes.keep(self._losses)
+    attributes.keep(self._loss_ids)
+    original(self, loss)
 
 
 # --- private state of Keras

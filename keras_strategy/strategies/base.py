@@ -268,7 +268,7 @@ class Strategy(Reports):
         options = check_run_options(options)
         context.require_cross_replica(self, "run")
         if (cluster := self._extended.cluster) is not None:
-            check_batch_numbers(cluster, (args, kwargs))
+            check_batch_numbers(cluster, (*args, *(kwargs or {}).values()))
         if ownership.pending_values:
             with self.scope():
                 ownership.broadcast_pending_values()

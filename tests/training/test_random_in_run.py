@@ -146,7 +146,6 @@ def test_draws_matching_one_device(two):
     assert kept(two, batch) == [one[:4], one[4:]]
 
 
-@pytest.mark.needs_patch("Layer._clear_losses", backend="torch")
 def test_dry_run_leaves_no_state(two):
     """Neither losses, nor statistics, nor what the process draws afterwards."""
 
