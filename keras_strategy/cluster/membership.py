@@ -2,14 +2,14 @@
 
 import builtins
 import contextlib
-import functools
 import gc
 import hashlib
+import itertools
 import json
 import os
 import socket
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,11 +39,9 @@ class Cluster:
     hosts: tuple[str, ...] = ()
     # Strategies that train on it.
     strategies: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-
-    @functools.cached_property
-    def batch_numbers(self) -> "DelayedExchange":
-        """The exchange of the number of each element that `strategy.run` receives."""
-        return DelayedExchange(self, "the batch of strategy.run")
+    # Counts the elements that `run` receives; and their numbers since the last check.
+    elements: Iterator[int] = field(default_factory=itertools.count)
+    batch_numbers: list[int] = field(default_factory=list)
 
     @property
     def size(self) -> int:

@@ -264,7 +264,6 @@ class DistributedIterator:
         """
         context.require_cross_replica(self._strategy, "DistributedIterator.__next__")
         get_engine().require_eager_loop()
-        check_batch_numbers(self._strategy.extended.cluster)
         if self._peeked:
             self._sources.before_peek = None
             return self._peeked.pop()
@@ -333,26 +332,30 @@ class OptionalElement:
         return self._elements[0]
 
 
-def check_batch_numbers(cluster: Cluster | None, arguments: Sequence[Any] = ()) -> None:
-    """Exchange the number of the element that `run` gets; compare those of the last."""
-    if cluster is None or cluster.size == 1:
-        return
-    number = None
+def check_batch_numbers(cluster: Cluster, arguments: Sequence[Any]) -> None:
+    """Compare the numbers of the elements that the workers pass to `run`."""
     for leaf in arguments:  # in each `run`, so only nested arguments are flattened
         if isinstance(leaf, tuple | list | dict):
             check_batch_numbers(cluster, tree.flatten(arguments))
             return
         if isinstance(leaf, PerReplica) and leaf.number is not None:
-            number = leaf.number
-    exchange = cluster.batch_numbers
-    received = exchange.wait() if number is None else exchange.start(number)
-    if len(set(received)) > 1:
-        by_worker = cluster.format_by_worker(received)
-        received.clear()
+            break
+    else:
+        return
+    numbers = cluster.batch_numbers
+    numbers.append(leaf.number)
+    # A message takes time: in the first eight steps, then in each sixteenth.
+    step = next(cluster.elements)
+    if step >= 8 and step % 16:
+        return
+    received = cluster.exchange("the batches of strategy.run", numbers[:])
+    numbers.clear()
+    if any(other != received[0] for other in received):
         raise WorkersDifferError(
             "All workers must pass `strategy.run` the same elements of a distributed "
-            "dataset, and skip the same ones. The last step has combined rows of "
-            f"different elements. Received elements of these numbers: {by_worker}."
+            "dataset, and skip the same ones. Some steps would combine rows of "
+            "different elements. Received elements of these numbers since the last "
+            f"check: {cluster.format_by_worker(received)}."
         )
 
 
