@@ -331,7 +331,8 @@ class Strategy(Reports):
     def _reduce_one(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         if isinstance(value, keras.Variable):
             value = ownership.cross_replica_value(self, "reduce", value)
-        value = ownership.distribute_native(value, is_mirrored=False)
+        if not isinstance(value, DistributedValues):
+            value = ownership.distribute_native(value, is_mirrored=False)
         if isinstance(value, DistributedValues):
             ownership.check_component_count(self._extended.topology, "reduce", value)
             reducing = self._extended.custom_reducer or self._extended.group

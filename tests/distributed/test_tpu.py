@@ -46,7 +46,7 @@ def on_hosts(folder: str) -> dict[str, Any]:
 
 
 def _topology() -> list:
-    """That of a TPU whose hosts tell each other where their cores are."""
+    """Topology of a TPU whose hosts exchange the positions of their cores."""
     resolver = ks.cluster_resolver.TFConfigClusterResolver()
     assert resolver.task_id is not None
     engine: Any = get_engine()
