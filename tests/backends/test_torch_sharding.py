@@ -190,7 +190,7 @@ def normalized() -> keras.Model:
 
 
 PROGRAMS = {
-    "a step of one's own": Stepping,
+    "a custom step": Stepping,
     "a penalty of weights": Penalized,
     "two backward passes": TwoPasses,
     "a graph that is kept": Retained,

@@ -30,13 +30,13 @@ OPTIONS = ks.experimental.CommunicationOptions(bytes_per_pack=64)
 @contextlib.contextmanager
 def counted() -> Iterator[dict[str, int]]:
     """Count gradients sent during backward: used ones, and discarded ones."""
-    seen = {"early": 0, "in vain": 0}
+    seen = {"early": 0, "unused": 0}
     end = GradientBuckets.end
 
     def counting_end(self: GradientBuckets, *args: Any) -> Any:
         sent = len(self.early)
         buffer = end(self, *args)
-        seen["early" if buffer is not None else "in vain"] += sent
+        seen["early" if buffer is not None else "unused"] += sent
         return buffer
 
     GradientBuckets.end = counting_end
@@ -333,7 +333,7 @@ def test_workers_equal_one_process(kind, two_workers):
     counts = KINDS[kind]
     for rank, (result, seen) in enumerate(two_workers.run(trained, kind)):
         assert equal(result, expected), seen
-        counted = bool(seen["early"]), bool(seen["in vain"])
+        counted = bool(seen["early"]), bool(seen["unused"])
         assert counted == (counts[rank] if kind == "one halves" else counts), seen
 
 
@@ -341,7 +341,7 @@ def test_loop_with_failing_steps(two_workers):
     expected, _ = runs(alone=True)
     for result, seen in two_workers.run(runs):
         assert equal(result, expected), seen
-        assert seen["early"] and seen["in vain"]
+        assert seen["early"] and seen["unused"]
 
 
 def test_gradients_of_other_variables_are_refused(two_workers, two):

@@ -20,7 +20,7 @@ REPLICAS = {
 X, Y = models.regression(17)
 LABELS = (Y > 0).astype("float32")
 STEPS = pytest.mark.skipif(
-    BACKEND == "jax", reason="a step of one's own is a pure function there"
+    BACKEND == "jax", reason="a custom step is a pure function there"
 )
 
 

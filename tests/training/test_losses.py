@@ -85,7 +85,7 @@ class OwnLoss(keras.Model):
 )
 @pytest.mark.skipif(
     keras.backend.backend() == "jax",
-    reason="a step of one's own is a pure function there",
+    reason="a custom step is a pure function there",
 )
 @pytest.mark.parametrize("size", [None, 8])
 def test_compute_average_loss_in_fit(size, two):
