@@ -332,31 +332,41 @@ class OptionalElement:
         return self._elements[0]
 
 
-def check_batch_numbers(cluster: Cluster, arguments: Sequence[Any]) -> None:
-    """Compare the numbers of the elements that the workers pass to `run`."""
+def start_batch_check(
+    cluster: Cluster, arguments: Sequence[Any]
+) -> Callable[[], None] | None:
+    """Exchange the numbers of the elements that `run` receives while its step runs.
+
+    Returns:
+        A function that waits and compares them; None where nothing was sent.
+    """
     for leaf in arguments:  # in each `run`, so only nested arguments are flattened
         if isinstance(leaf, tuple | list | dict):
-            check_batch_numbers(cluster, tree.flatten(arguments))
-            return
+            return start_batch_check(cluster, tree.flatten(arguments))
         if isinstance(leaf, PerReplica) and leaf.number is not None:
             break
     else:
-        return
+        return None
     numbers = cluster.batch_numbers
     numbers.append(leaf.number)
     # A message takes time: in the first eight steps, then in each sixteenth.
     step = next(cluster.elements)
     if step >= 8 and step % 16:
-        return
-    received = cluster.exchange("the batches of strategy.run", numbers[:])
+        return None
+    wait = cluster.start_exchange("the batches of strategy.run", numbers[:])
     numbers.clear()
-    if any(other != received[0] for other in received):
-        raise WorkersDifferError(
-            "All workers must pass `strategy.run` the same elements of a distributed "
-            "dataset, and skip the same ones. Some steps would combine rows of "
-            "different elements. Received elements of these numbers since the last "
-            f"check: {cluster.format_by_worker(received)}."
-        )
+
+    def compare() -> None:
+        received = wait()
+        if any(other != received[0] for other in received):
+            raise WorkersDifferError(
+                "All workers must pass `strategy.run` the same elements of a "
+                "distributed dataset, and skip the same ones. The last steps have "
+                "combined rows of different elements. Received elements of these "
+                f"numbers since the last check: {cluster.format_by_worker(received)}."
+            )
+
+    return compare
 
 
 def place_element(group: Any, parts: ReplicaParts | EvenParts, number: int) -> Any:

@@ -102,9 +102,9 @@ def _moments(original, strategy, self, inputs, mask):
     if self.synchronized and mask is None:
         return ops.moments(inputs, axes=axes)  # Keras's own would synchronize
     mean, variance = original(self, inputs, mask)
-    if replica is None:
+    if replica is None or replica.step.row_weight is not None:
         return mean, variance
-    # A replica without rows has no statistics, and would make those of all NaN.
+    # In `run` a replica may have no rows. Its statistics would make all others NaN.
     has_rows = ops.shape(inputs)[0] > 0
     if has_rows is True:
         return mean, variance

@@ -16,7 +16,7 @@ from keras_strategy.core.registry import UnsupportedName, get_engine
 from keras_strategy.data import splitting
 from keras_strategy.data.distributed_dataset import (
     DistributedDataset,
-    check_batch_numbers,
+    start_batch_check,
 )
 from keras_strategy.devices import LogicalDevices
 from keras_strategy.keras_patches import consistency
@@ -267,18 +267,23 @@ class Strategy(Reports):
         check_function(fn, args)
         options = check_run_options(options)
         context.require_cross_replica(self, "run")
-        if (cluster := self._extended.cluster) is not None:
-            check_batch_numbers(cluster, (*args, *(kwargs or {}).values()))
+        compare_batches, cluster = None, self._extended.cluster
+        if cluster is not None:
+            inputs = (*args, *(kwargs or {}).values())
+            compare_batches = start_batch_check(cluster, inputs)
         if ownership.pending_values:
             with self.scope():
                 ownership.broadcast_pending_values()
         if options.whole and self.num_replicas_in_sync > 1:
-            return run_whole(self, fn, args, kwargs or {})
-        seen = id(getattr(fn, "__code__", None)) in self._seen_code
-        run = self._extended.group.run if seen else self._run_first
-        result = run(fn, tuple(args), dict(kwargs or {}), options, self.scope)
-        if self._extended.assigned_in_run or consistency.check_each_batch:
-            consistency.check_after_run(self, is_first_call=not seen)
+            result = run_whole(self, fn, args, kwargs or {})
+        else:
+            seen = id(getattr(fn, "__code__", None)) in self._seen_code
+            run = self._extended.group.run if seen else self._run_first
+            result = run(fn, tuple(args), dict(kwargs or {}), options, self.scope)
+            if self._extended.assigned_in_run or consistency.check_each_batch:
+                consistency.check_after_run(self, is_first_call=not seen)
+        if compare_batches is not None:
+            compare_batches()
         return result
 
     def _run_first(self, fn: Callable[..., Any], *args: Any) -> Any:

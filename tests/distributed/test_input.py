@@ -63,7 +63,7 @@ def test_read_error_of_one_worker_reaches_all(results):
 def test_run_of_different_batches_is_reported(results):
     for result in results["skipped"]:
         assert result["equal"] == [4.0, 12.0] * 2
-        assert result["steps"] == 1  # no rows of different batches are combined
+        assert result["steps"] == 1
         assert "worker 0: [1], worker 1: [2]." in result["error"]
 
 
