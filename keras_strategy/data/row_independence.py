@@ -70,25 +70,36 @@ class StateWatch:
 
     def __init__(self, dataset: Any):
         self._roots = [] if is_declared_independent(dataset) else [dataset]
+        self._generators: list[Any] | None = None
         self.begin()
 
     def begin(self) -> None:
         """Note the state before a batch is read."""
-        self._process_state = _process_state()
-        if self._roots:
-            state = _StateDigest(self._roots)
-            self._state, self._generators = state.digest, state.generators
+        self._before = self._state()
 
     def has_changed(self) -> bool:
         """Return True if the state has changed, or may have."""
-        if _process_state() != self._process_state:
-            return True
-        if not self._roots:
-            return False
-        before, self._state = self._state, _StateDigest(self._roots).digest
-        # After the first batch compare only generators, which takes no time.
-        self._roots = self._generators
-        return before is None or before != self._state
+        before, after = self._before, self._state()
+        # After the first batch compare only generators, which takes little time.
+        self._generators = self._found
+        return before[1] is None or before != after
+
+    def _state(self) -> tuple[Any, Any]:
+        if self._generators is not None:
+            own: Any = [_generator_state(generator) for generator in self._generators]
+        else:
+            digest = _StateDigest(self._roots)
+            own, self._found = digest.digest, digest.generators
+        return _process_state(), own
+
+
+def _generator_state(generator: Any) -> Any:
+    if hasattr(generator, "initial_seed"):
+        return generator.get_state().numpy().tobytes()
+    try:
+        return pickle.dumps(generator, 5)
+    except Exception:
+        return object()  # equal to no other
 
 
 def _process_state() -> Any:
@@ -104,14 +115,15 @@ _bits_without_rest = b""
 
 def _numpy_state() -> Any:
     global _bits_without_rest
-    generator = np.random.get_bit_generator()
+    numpy_random: Any = np.random  # its types omit the generator
+    generator = numpy_random.get_bit_generator()
     if not isinstance(generator, np.random.MT19937):
         return pickle.dumps(np.random.get_state(legacy=False))
     # NumPy takes 30 us to copy it: 624 words and a position.
     bits = ctypes.string_at(generator.ctypes.state_address, 625 * 4)
     if bits == _bits_without_rest:
         return bits, 0, 0.0
-    has_rest, rest = np.random.get_state(legacy=True)[3:]
+    has_rest, rest = numpy_random.get_state(legacy=True)[3:]
     if not has_rest:
         _bits_without_rest = bits
     return bits, has_rest, rest
@@ -152,7 +164,7 @@ class _StateDigest(pickle.Pickler):
             if isinstance(thing, type | types.FunctionType):
                 described = [thing.__qualname__, *_references(thing)]
             elif is_torch_generator:
-                described = thing.get_state().numpy()
+                described = _generator_state(thing)
             elif hasattr(thing, "data_ptr"):  # a tensor
                 described = [thing.data_ptr(), thing._version]
             elif not isinstance(thing, types.ModuleType):

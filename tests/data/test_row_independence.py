@@ -110,8 +110,17 @@ def test_unchanged_state_is_proven():
     assert nested[1] is not None and not watch.has_changed()
 
 
-def test_generators_are_watched_after_the_first_batch():
+class Unreadable(np.random.Generator):
+    """A generator whose state cannot be copied."""
+
+    def __reduce__(self):
+        raise TypeError("It cannot be pickled.")
+
+
+@pytest.mark.parametrize("kind", [np.random.Generator, Unreadable])
+def test_generators_are_watched_after_the_first_batch(kind):
     rows = Rows(lambda rows, index: index and rows.rng.normal())
+    rows.rng = kind(np.random.PCG64(1))
     watch = StateWatch(rows)
     rows[0]
     assert not watch.has_changed()
@@ -128,6 +137,8 @@ def test_declared_rows_are_watched_for_process_wide_numbers_only():
     rows = Declared(CHANGES["attribute"])
     watch = StateWatch(rows)
     rows[1]
+    assert not watch.has_changed()
+    watch.begin()
     assert not watch.has_changed()
     np.random.normal()
     assert watch.has_changed()
