@@ -31,6 +31,8 @@ class _ThreadState(threading.local):
         self.replica: ReplicaContext | None = None
         self.is_merging = False
         self.dry_run: DryRun | None = None
+        # The strategy and number of replicas that a step on one device sees.
+        self.device_step: tuple[Strategy, int] | None = None
 
 
 # Public: hot patches read it without a function call.
@@ -97,6 +99,23 @@ def cross_replica_scope(strategy: "Strategy | None") -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def device_step_scope(strategy: "Strategy", replicas: int = 1) -> Iterator[None]:
+    """Leave all strategies for a step on one device; user code still sees `strategy`.
+
+    Its `num_replicas_in_sync` is `replicas`.
+    """
+    step = override(thread_state, "device_step", (strategy, replicas))
+    with cross_replica_scope(None), step:
+        yield
+
+
+def device_replicas(strategy: "Strategy") -> int | None:
+    """Return `num_replicas_in_sync` in a step on one device, or None elsewhere."""
+    step = thread_state.device_step
+    return step[1] if step is not None and step[0] is strategy else None
+
+
+@contextlib.contextmanager
 def dry_run_scope() -> Iterator[DryRun]:
     """Leave all strategies for a dry run without effects, and yield its findings."""
     dry_run = DryRun()
@@ -116,6 +135,11 @@ replica_scope = functools.partial(override, thread_state, "replica")
 merge_call_scope = functools.partial(override, thread_state, "is_merging", True)
 
 
+def active_strategy() -> "Strategy":
+    """Return the strategy that variables and reductions belong to."""
+    return current_scope() or default_strategy()
+
+
 def get_strategy() -> "Strategy":
     """Return the current strategy: the innermost scope's, or the default one.
 
@@ -130,7 +154,8 @@ def get_strategy() -> "Strategy":
     assert ks.get_strategy().num_replicas_in_sync == 1
     ```
     """
-    return current_scope() or default_strategy()
+    step = thread_state.device_step
+    return current_scope() or (default_strategy() if step is None else step[0])
 
 
 def has_strategy() -> bool:
@@ -147,7 +172,7 @@ def has_strategy() -> bool:
     ```
     """
     # As in tf.distribute, the default strategy's scope changes nothing.
-    return current_scope() not in (None, _default)
+    return get_strategy() is not default_strategy()
 
 
 def get_replica_context() -> "ReplicaContext | None":
@@ -310,7 +335,8 @@ class ReplicaContext:
     @property
     def strategy(self) -> "Strategy":
         """The strategy that runs this replica."""
-        return self._strategy
+        step = thread_state.device_step if self._strategy is _default else None
+        return self._strategy if step is None else step[0]
 
     @property
     def replica_id_in_sync_group(self) -> Any:
@@ -321,7 +347,7 @@ class ReplicaContext:
     def num_replicas_in_sync(self) -> int:
         """The number of replicas over all workers."""
         if self._replicas is None:
-            self._replicas = self._strategy.num_replicas_in_sync
+            self._replicas = self._strategy.extended.topology.num_replicas
         return self._replicas
 
     @property

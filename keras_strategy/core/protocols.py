@@ -264,7 +264,7 @@ class AuditAdapter(Protocol):
     def run_on_device(
         self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
     ) -> tuple[Any, list[Any] | None]:
-        """Call `fn` as on one device, without a strategy."""
+        """Call `fn` as on one device, in `device_step_scope`."""
         # The result also has arrays of the variables afterwards, if these themselves do
         # not have the values.
 

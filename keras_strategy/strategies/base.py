@@ -162,7 +162,7 @@ class Strategy(Reports):
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas whose gradients are summed, on all workers."""
-        return self._extended.num_replicas
+        return context.device_replicas(self) or self._extended.num_replicas
 
     @property
     def batch_statistics(self) -> str | None:

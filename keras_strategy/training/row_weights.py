@@ -369,7 +369,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
             "function that you pass to `strategy.run`."
         )
     replica = context.distributed_replica()
-    replicas = context.get_strategy().num_replicas_in_sync
+    replicas = context.active_strategy().num_replicas_in_sync
     if replica is not None and replica.step.row_weight is not None:
         replicas = 1  # `fit` multiplies by row weights, whose sum is 1
     if isinstance(regularization_loss, list | tuple):

@@ -312,6 +312,67 @@ def test_merge_call_of_default_context(api):
     assert not module.in_cross_replica_context()
 
 
+def fit_and_read_strategy(api, parts, rate=0.1):
+    """Fit a model whose parts check their strategy; return the weights."""
+    calls = []
+
+    def check(name):
+        calls.append(name)
+        strategy = api.module.get_strategy()
+        assert strategy is api.s and api.module.has_strategy(), name
+        return strategy.num_replicas_in_sync
+
+    class Layer(keras.layers.Layer):
+        def call(self, x):
+            check("layer")
+            return x
+
+    class Model(keras.Model):  # unbuilt, so that `fit` builds it
+        def __init__(self):
+            super().__init__()
+            self.parts = [Layer(), keras.layers.Dense(1)]
+
+        def call(self, x):
+            check("model")
+            return self.parts[1](self.parts[0](x))
+
+    def loss(y_true, y_pred):
+        squares = keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+        return squares / check("loss") if "loss" in parts else squares
+
+    class Metric(keras.metrics.MeanSquaredError):
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            check("metric")
+            return super().update_state(y_true, y_pred, sample_weight)
+
+    keras.utils.set_random_seed(1)
+    with api.s.scope():
+        layers = [keras.Input((4,)), Layer(), keras.layers.Dense(1)]
+        model = Model() if "model" in parts else keras.Sequential(layers)
+        metrics = [Metric()] if "metric" in parts else None
+        model.compile(keras.optimizers.SGD(rate), loss, metrics=metrics)
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    model.evaluate(x, x[:, :1], batch_size=8, verbose=0)
+    model.predict(x, batch_size=8, verbose=0)
+    assert set(calls) >= set(parts)
+    return keras.ops.convert_to_numpy(model.trainable_variables[0].value)
+
+
+@pytest.mark.parametrize("part", ["layer", "model", "metric"])
+def test_parts_of_model_are_in_their_strategy(part, api, caplog):
+    fit_and_read_strategy(api, {part})
+    assert "one device" not in caplog.text
+
+
+def test_loss_reads_number_of_replicas(api, caplog):
+    divided = fit_and_read_strategy(api, {"layer", "loss"})
+    np.testing.assert_allclose(
+        divided, fit_and_read_strategy(api, {"layer"}, 0.05), rtol=1e-5
+    )
+    assert "one device" not in caplog.text
+
+
 LOCAL = {
     "a number": (lambda a: 3, (3,)),
     "a structure of constants": (

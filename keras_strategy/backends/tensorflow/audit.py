@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_strategy.backends.tensorflow.connection import native_name
 from keras_strategy.backends.tensorflow.tensors import rows_of_tensor, slice_rows
 from keras_strategy.backends.tensorflow.training import TrainingStrategy
+from keras_strategy.core.context import device_step_scope
 from keras_strategy.core.protocols import AuditAdapter
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.random import global_generator, set_global_generator
@@ -53,7 +54,8 @@ class Adapter(AuditAdapter):
 
         def call():
             set_global_generator(generator)
-            with tf.device(native_name(device)):
+            step = device_step_scope(strategy, strategy.num_replicas_in_sync)
+            with step, tf.device(native_name(device)):
                 return fn()
 
         # Another thread is in no native strategy.

@@ -295,7 +295,7 @@ class TensorFlowGroup(ComponentGroup):
             ):
                 return fn(*args, **kwargs)
 
-        return _call_in_thread(call, context.cross_replica_scope(None))
+        return _call_in_thread(call, context.device_step_scope(self.strategy))
 
     def call(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Call `fn` on every replica, without compiling it."""

@@ -12,7 +12,7 @@ import torch
 
 from keras_strategy.backends.torch.state import COMPONENTS, ShardedGradient
 from keras_strategy.backends.torch.training import BatchFunction
-from keras_strategy.core.context import cross_replica_scope
+from keras_strategy.core.context import device_step_scope
 from keras_strategy.core.protocols import AuditAdapter
 from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.internals import stored_value
@@ -64,7 +64,8 @@ class Adapter(AuditAdapter):
         self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
     ) -> tuple[Any, None]:
         device = strategy.extended.worker_devices[0]
-        with cross_replica_scope(None), get_engine().device_scope(device):
+        step = device_step_scope(strategy, strategy.num_replicas_in_sync)
+        with step, get_engine().device_scope(device):
             return fn(), None
 
     def step_functions(

@@ -232,7 +232,7 @@ class TorchGroup(ComponentGroup):
         with (
             self._lock,
             rounding(),
-            context.cross_replica_scope(None),
+            context.device_step_scope(self.strategy),
             self.device_scopes[0](),
             keras.device(self.torch_devices[0]),
         ):
