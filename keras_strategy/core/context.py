@@ -181,7 +181,8 @@ def get_replica_context() -> "ReplicaContext | None":
     Outside every scope, it is that of the default strategy's only replica. So it is in
     a layer that is called in cross-replica context, which gets the rows of all
     replicas: when a functional model is made, and in the steps of `fit` on JAX. A layer
-    can call `all_gather` and `all_reduce` without knowing where it is.
+    can call `all_gather` and `all_reduce` without knowing where it is. Divide sums by
+    this context's `num_replicas_in_sync`: in `fit` on JAX the strategy's is larger.
 
     Example:
 

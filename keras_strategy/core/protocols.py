@@ -405,6 +405,14 @@ class Engine(Protocol):
     def copy_to(self, value: Any, device: str) -> Any:
         """Copy a tensor to `device`, unless it is there or a program decides it."""
 
+    def sum_values(self, values: Sequence[Any], add: Any = None) -> Any:
+        """Return the sum of tensors on one device; `add` adds dense ones."""
+        return sum(values[1:], values[0]) if add is None else add(values)
+
+    def divide(self, total: Any, count: int) -> Any:
+        """Divide what `sum_values` returns."""
+        return total / count
+
     def device_of(self, tensor: Any) -> str | None:
         """Return a tensor's canonical device name; None if a program decides it."""
 

@@ -536,6 +536,47 @@ def test_refuses_where_native_fails_accidentally(case, two):
     assert api.local(total) == [4.0, 4.0]
 
 
+SPARSE = {
+    "ReductionToOneDevice": lambda module: module.ReductionToOneDevice(),
+    "accumulation_fn": lambda module: module.ReductionToOneDevice(
+        accumulation_fn=lambda values: values[0]
+    ),
+    "HierarchicalCopyAllReduce": lambda module: module.HierarchicalCopyAllReduce(),
+    "NcclAllReduce": lambda module: module.NcclAllReduce(),
+}
+
+
+@pytest.mark.skipif(not TENSORFLOW, reason="only TensorFlow has them")
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("choice", SPARSE)
+def test_indexed_slices_stay_sparse(choice, op, api):
+    import tensorflow as tf
+
+    module = api.module
+    rows = api.s.experimental_distribute_values_from_function(
+        lambda c: tf.IndexedSlices(
+            tensor([[1.0], [2.0]]) * (c.replica_id_in_sync_group + 1),
+            tf.constant([0, 1 + c.replica_id_in_sync_group]),
+            tf.constant([4, 1]),
+        )
+    )
+    ops, operation = SPARSE[choice](module), module.ReduceOp[op]
+    results = [
+        ops.reduce(operation, rows, "cpu:0"),
+        *ops.batch_reduce(operation, [(rows, "cpu:0"), (rows, rows)]),
+    ]
+    if choice == "accumulation_fn":  # as a strategy's option, too
+        devices = ["cpu:0", "cpu:1"] if api.ours else ["CPU:0", "CPU:1"]
+        strategy = module.MirroredStrategy(devices, ops)
+        results.append(strategy.run(lambda x: api.rc().all_reduce(op, x), (rows,)))
+    for result in results:
+        for part in api.s.experimental_local_results(result):
+            assert isinstance(part, tf.IndexedSlices)
+            expected = np.array([[3.0], [2.0], [4.0], [0.0]])
+            expected /= 2 if op == "MEAN" else 1
+            assert plain(tf.convert_to_tensor(part)) == expected.tolist()
+
+
 FIRST, LAST = [[0, 1], [2, 3]], [[4], [5]]
 ITERATION = {
     "enumerated": (lambda d: [batch for _, batch in enumerate(d)], [FIRST, LAST]),
@@ -567,6 +608,60 @@ def test_iteration(case, api):
     dataset = tf.data.Dataset.range(6).batch(4)
     batches = read(api.s.experimental_distribute_dataset(dataset))
     assert [api.local(batch) for batch in batches] == answer
+
+
+@pytest.mark.parametrize("read", ["dataset", "iterator"])
+@pytest.mark.parametrize("name", ["enumerate", "map"])
+def test_builtin_in_tf_function_raises(name, read, api):
+    if not TENSORFLOW:
+        pytest.skip("a tf.function takes no such dataset")
+    if name != "enumerate" and not api.ours:
+        pytest.skip("native tf.distribute traces it without end")
+    import tensorflow as tf
+
+    data = api.s.experimental_distribute_dataset(tf.data.Dataset.range(6).batch(4))
+
+    @tf.function
+    def total(data):
+        result = tf.constant(0, tf.int64)
+        for batch in enumerate(data) if name == "enumerate" else map(tuple, data):
+            result += api.s.reduce("SUM", batch[-1], axis=0)
+        return result
+
+    with pytest.raises(NotImplementedError, match=name):
+        total(data if read == "dataset" else iter(data))
+
+
+def test_element_specs_are_equal(api):
+    tf = pytest.importorskip("tensorflow")
+
+    def distribute(dtype):
+        x = tf.data.Dataset.range(6).map(lambda x: {"x": tf.cast(x, dtype), "y": x})
+        return api.s.experimental_distribute_dataset(x.batch(4))
+
+    data, equal, other = map(distribute, ["float32", "float32", "int32"])
+    spec = data.element_spec
+    assert spec == data.element_spec == equal.element_spec == iter(data).element_spec
+    assert spec != other.element_spec
+    assert spec["x"] != spec["y"] and len({spec["x"], equal.element_spec["x"]}) == 1
+    assert spec["x"] != api.two_rows
+
+
+def test_element_spec_as_input_signature(api):
+    if not TENSORFLOW:
+        pytest.skip("a tf.function takes values of TensorFlow alone")
+    import tensorflow as tf
+
+    data = api.s.experimental_distribute_dataset(tf.data.Dataset.range(6).batch(4))
+    kinds = []
+
+    @tf.function(input_signature=[data.element_spec])
+    def double(x):
+        kinds.append(type(x))
+        return api.s.run(lambda x: 2 * x, (x,))
+
+    assert [api.local(double(x)) for x in data] == [[[0, 2], [4, 6]], [[8], [10]]]
+    assert kinds == [type(next(iter(data)))]
 
 
 @pytest.mark.parametrize("kept", ["the cache", "the order", "nothing"])

@@ -4,10 +4,12 @@ A tf.function can iterate over them, and their elements are prefetched to the de
 The elements are our `PerReplica`, which works there as any other value does.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.autograph.operators import py_builtins
 
 from keras_strategy.backends.tensorflow.connection import native_name
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
@@ -19,6 +21,7 @@ from keras_strategy.data.distributed_dataset import (
     DistributedDataset,
     DistributedIterator,
     OptionalElement,
+    PerReplicaSpec,
 )
 from keras_strategy.options import InputOptions
 from keras_strategy.values import PerReplica
@@ -156,7 +159,7 @@ class _Wrapper:
 
         def convert(leaf):
             components = getattr(leaf, "_value_specs", [leaf] if has_workers else None)
-            return leaf if components is None else PerReplica(components)
+            return leaf if components is None else PerReplicaSpec(components)
 
         return tf.nest.map_structure(convert, self._native.element_spec)
 
@@ -206,3 +209,20 @@ class NativeOptional(_Wrapper, OptionalElement):
 
     def get_value(self) -> Any:
         return self._convert(self._native.get_value())
+
+
+def _refuse_builtin(name: str, *args: Any, **kwargs: Any) -> Any:
+    data = next(x for x in args if isinstance(x, NativeDataset | NativeIterator))
+    raise NotImplementedError(
+        f"`{name}` of a distributed dataset or iterator does not work in a "
+        "tf.function, as in tf.distribute: its loop would be traced without end. Use "
+        "`for batch in dataset:`, and count in a tensor: `step = tf.constant(0)` "
+        f"before the loop, `step += 1` in it. Received: {type(data).__name__}"
+    )
+
+
+for _name in ("enumerate", "map", "filter", "any", "all", "sorted"):
+    for _class in (NativeDataset, NativeIterator):
+        getattr(py_builtins, f"{_name}_registry").register(
+            _class, functools.partial(_refuse_builtin, _name)
+        )

@@ -19,6 +19,7 @@ from keras_strategy.backends.tensorflow import (
     collectives,
     patches,
     patches_sharding,
+    tensors,
     training,
 )
 from keras_strategy.backends.tensorflow.connection import native_name
@@ -70,8 +71,9 @@ class ValuesSpec(tf.TypeSpec):
 
     @classmethod
     def from_value(cls, value: DistributedValues) -> "ValuesSpec":
-        name = type(value).__qualname__
-        cls._classes[name] = type(value)
+        kind = getattr(value, "value_type", type(value))
+        name = kind.__qualname__
+        cls._classes[name] = kind
 
         def describe(x: Any) -> Any:  # a specification, in an input signature
             return x if isinstance(x, tf.TypeSpec) else tf.type_spec_from_value(x)
@@ -124,7 +126,8 @@ class ValuesType(tf.types.experimental.TraceType):
 _protocol: Any = DistributedValues
 _protocol._type_spec = property(ValuesSpec.from_value)
 _protocol.__tf_tracing_type__ = lambda self, context: ValuesType(
-    type(self), trace_type.from_value(self.values, context)
+    getattr(self, "value_type", type(self)),
+    trace_type.from_value(self.values, context),
 )
 _protocol._convert_variables_to_tensors = lambda self: self
 _protocol.__tf_tensor__ = raise_not_a_tensor
@@ -136,6 +139,8 @@ class TensorFlowEngine(Engine):
     is_tensor = staticmethod(tf.is_tensor)
     is_tracing = staticmethod(tf.inside_function)
     connect: Any = staticmethod(collectives.connect)
+    sum_values: Any = staticmethod(tensors.sum_values)
+    divide: Any = staticmethod(tensors.divide)
 
     def list_devices(self, device_type: str | None = None) -> list[str]:
         if device_type is None:
