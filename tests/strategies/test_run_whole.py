@@ -67,7 +67,6 @@ def test_synchronized_normalization_of_whole_step(two):
     assert largest(plain.get_weights(), layer.get_weights()) < 1e-6
 
 
-@pytest.mark.skipif(keras.backend.backend() == "jax", reason="`run` shards otherwise")
 def test_whole_function_is_in_its_strategy(two):
     def where():
         strategies = ks.get_strategy(), ks.get_replica_context().strategy
@@ -80,6 +79,7 @@ def test_whole_function_is_in_its_strategy(two):
     assert two.num_replicas_in_sync == 2 and not ks.has_strategy()
 
 
+@pytest.mark.skipif(keras.backend.backend() == "jax", reason="`run` shards otherwise")
 def test_shards_are_updated(mirrored):
     sharded = ks.MirroredStrategy(["cpu:0", "cpu:1"], shard="optimizer")
     assert largest(train(None)[0], train(sharded)[0]) < 2e-5
