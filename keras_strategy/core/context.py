@@ -31,8 +31,7 @@ class _ThreadState(threading.local):
         self.replica: ReplicaContext | None = None
         self.is_merging = False
         self.dry_run: DryRun | None = None
-        # The strategy and number of replicas that a step on one device sees.
-        self.device_step: tuple[Strategy, int] | None = None
+        self.device_step: tuple[Any, Any] = (None, None)
 
 
 # Public: hot patches read it without a function call.
@@ -100,19 +99,10 @@ def cross_replica_scope(strategy: "Strategy | None") -> Iterator[None]:
 
 @contextlib.contextmanager
 def device_step_scope(strategy: "Strategy", replicas: int = 1) -> Iterator[None]:
-    """Leave all strategies for a step on one device; user code still sees `strategy`.
-
-    Its `num_replicas_in_sync` is `replicas`.
-    """
-    step = override(thread_state, "device_step", (strategy, replicas))
-    with cross_replica_scope(None), step:
+    """Leave all strategies for a step on one device, which `get_strategy` hides."""
+    step = strategy, replicas
+    with cross_replica_scope(None), override(thread_state, "device_step", step):
         yield
-
-
-def device_replicas(strategy: "Strategy") -> int | None:
-    """Return `num_replicas_in_sync` in a step on one device, or None elsewhere."""
-    step = thread_state.device_step
-    return step[1] if step is not None and step[0] is strategy else None
 
 
 @contextlib.contextmanager
@@ -135,11 +125,6 @@ replica_scope = functools.partial(override, thread_state, "replica")
 merge_call_scope = functools.partial(override, thread_state, "is_merging", True)
 
 
-def active_strategy() -> "Strategy":
-    """Return the strategy that variables and reductions belong to."""
-    return current_scope() or default_strategy()
-
-
 def get_strategy() -> "Strategy":
     """Return the current strategy: the innermost scope's, or the default one.
 
@@ -154,8 +139,7 @@ def get_strategy() -> "Strategy":
     assert ks.get_strategy().num_replicas_in_sync == 1
     ```
     """
-    step = thread_state.device_step
-    return current_scope() or (default_strategy() if step is None else step[0])
+    return current_scope() or thread_state.device_step[0] or default_strategy()
 
 
 def has_strategy() -> bool:
@@ -336,8 +320,8 @@ class ReplicaContext:
     @property
     def strategy(self) -> "Strategy":
         """The strategy that runs this replica."""
-        step = thread_state.device_step if self._strategy is _default else None
-        return self._strategy if step is None else step[0]
+        step = thread_state.device_step
+        return (self._strategy is _default and step[0]) or self._strategy
 
     @property
     def replica_id_in_sync_group(self) -> Any:

@@ -264,9 +264,11 @@ class AuditAdapter(Protocol):
     def run_on_device(
         self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
     ) -> tuple[Any, list[Any] | None]:
-        """Call `fn` as on one device, in `device_step_scope`."""
+        """Call `fn` as on one device; the user's code sees `strategy`."""
         # The result also has arrays of the variables afterwards, if these themselves do
         # not have the values.
+        replicas = strategy.num_replicas_in_sync
+        return strategy.extended.group.call_once(fn, (), {}, replicas), None
 
     def step_functions(
         self, model: Any, kind: str, strategy: Any
@@ -406,11 +408,9 @@ class Engine(Protocol):
         """Copy a tensor to `device`, unless it is there or a program decides it."""
 
     def sum_values(self, values: Sequence[Any], add: Any = None) -> Any:
-        """Return the sum of tensors on one device; `add` adds dense ones."""
         return sum(values[1:], values[0]) if add is None else add(values)
 
     def divide(self, total: Any, count: int) -> Any:
-        """Divide what `sum_values` returns."""
         return total / count
 
     def device_of(self, tensor: Any) -> str | None:

@@ -228,7 +228,7 @@ class IndexedRowReader:
         if watch is not None:
             dataset._reads_all = watch.has_changed()
             if dataset._reads_all:
-                warn_once(context.active_strategy().extended.cluster, FULL_READS)
+                warn_once(context.get_strategy().extended.cluster, FULL_READS)
         batch = batch if self.weigh is None else self.weigh(batch)
         return _local_rows(batch, rows, bounds, has_all, dataset.source)
 
@@ -350,7 +350,7 @@ class LoaderRowReader:
             rows, bounds, has_all = requested.popleft()
             has_changed = bool(sampler.changed)
             if has_changed:
-                warn_once(context.active_strategy().extended.cluster, FULL_READS)
+                warn_once(context.get_strategy().extended.cluster, FULL_READS)
                 if not sampler.reads_all:
                     logger.warning(_DRAWN_LATER)
             sampler.reads_all = has_changed

@@ -48,7 +48,7 @@ def files(
     by_pattern = isinstance(pattern, str)
     names = sorted(glob.glob(pattern, recursive=True) if by_pattern else pattern)
     if input_context is None:
-        cluster = context.active_strategy().extended.cluster
+        cluster = context.get_strategy().extended.cluster
         size, rank = (1, 0) if cluster is None else (cluster.size, cluster.rank)
     else:
         size = input_context.num_input_pipelines

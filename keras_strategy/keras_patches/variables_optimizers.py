@@ -46,7 +46,7 @@ def _init(original, self, *args, **kwargs):
 def _assign(original, replica, self, value):
     """Aggregate the values that the replicas assign."""
     if replica.step.row_weight is None and self.synchronization != "on_read":
-        strategy = context.active_strategy()  # of `run`
+        strategy = context.get_strategy()  # of `run`
         if self.trainable:  # strategies may share a seed generator
             check_owner(strategy, self)
         if self.aggregation == "none":

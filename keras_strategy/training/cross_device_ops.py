@@ -37,7 +37,7 @@ def destination_devices(destinations: Any) -> list[str | None]:
         return [canonical_device(destinations)]
     destinations = distribute_native(destinations)
     if isinstance(destinations, keras.Variable):
-        parts = context.active_strategy().experimental_local_results(destinations)
+        parts = context.get_strategy().experimental_local_results(destinations)
     elif isinstance(destinations, DistributedValues):
         parts = destinations.values
     elif get_engine().is_tensor(destinations):
@@ -401,6 +401,7 @@ def check_cross_device_ops(cross_device_ops: Any) -> None:
 
 
 def _per_replica(value: Any) -> PerReplica:
+    value = distribute_native(value)
     if isinstance(value, DistributedValues):
         # Values of a traced function are gathered at each access of `values`.
         return PerReplica(value.values)
@@ -430,7 +431,7 @@ class CustomReducer:
             total = total + replica.all_reduce(ReduceOp.SUM, zeros)
         if reduce_op is ReduceOp.SUM:
             return total
-        replicas = context.active_strategy().num_replicas_in_sync
+        replicas = context.get_strategy().num_replicas_in_sync
         return get_engine().divide(total, replicas)
 
     def _sums(self, replica: Replica, tensors: Sequence[Any]) -> list[Any]:
@@ -485,7 +486,7 @@ class CustomReducer:
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         values = [cast_for_sum(component) for component in value.values]
         check_same_dtype(values)
-        device = context.active_strategy().extended.worker_devices[0]
+        device = context.get_strategy().extended.worker_devices[0]
         axes = axes_to_reduce(axis, [v.shape for v in values])
         if not axes:
             (result,) = self.combine(reduce_op, [(PerReplica(values), device)])

@@ -233,7 +233,7 @@ def average_statistics(replica: Replica) -> None:
         for variable in replica.step.assigned.values()
         if vars(variable).get(_RULE) is StateRule.MEAN_OF_ROWS
     ]
-    strategy = context.active_strategy()
+    strategy = context.get_strategy()
     # Global statistics are equal already.
     if averaged and strategy.batch_statistics != GLOBAL:
         replicas = strategy.num_replicas_in_sync
@@ -308,7 +308,7 @@ def merged_values(replica: Replica, variables: Iterable[Any]) -> list[tuple[Any,
             if variable.aggregation == "only_first_replica":
                 value = select_first_replica(replica, value)
             elif variable.aggregation == "mean":
-                value = value / context.active_strategy().num_replicas_in_sync
+                value = value / context.get_strategy().num_replicas_in_sync
             summands.append(value)
         sums = replica.weighted_sum(summands, None)
         merged.update(zip(missing, sums, strict=True))

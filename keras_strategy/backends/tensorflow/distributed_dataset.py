@@ -4,7 +4,6 @@ A tf.function can iterate over them, and their elements are prefetched to the de
 The elements are our `PerReplica`, which works there as any other value does.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -211,18 +210,12 @@ class NativeOptional(_Wrapper, OptionalElement):
         return self._convert(self._native.get_value())
 
 
-def _refuse_builtin(name: str, *args: Any, **kwargs: Any) -> Any:
-    data = next(x for x in args if isinstance(x, NativeDataset | NativeIterator))
+def _refuse_enumerate(data: Any, start: int) -> Any:
     raise NotImplementedError(
-        f"`{name}` of a distributed dataset or iterator does not work in a "
-        "tf.function, as in tf.distribute: its loop would be traced without end. Use "
-        "`for batch in dataset:`, and count in a tensor: `step = tf.constant(0)` "
-        f"before the loop, `step += 1` in it. Received: {type(data).__name__}"
+        "`enumerate` takes no distributed dataset or iterator in a tf.function, as in "
+        "tf.distribute. Use `for batch in dataset:` and count in a tensor. Received: "
+        f"{type(data).__name__}"
     )
 
 
-for _name in ("enumerate", "map", "filter", "any", "all", "sorted"):
-    for _class in (NativeDataset, NativeIterator):
-        getattr(py_builtins, f"{_name}_registry").register(
-            _class, functools.partial(_refuse_builtin, _name)
-        )
+py_builtins.enumerate_registry.register(_Wrapper, _refuse_enumerate)

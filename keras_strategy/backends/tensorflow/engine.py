@@ -85,7 +85,8 @@ class ValuesType(tf.types.experimental.TraceType):
     """Type of distributed values as arguments of tf.functions, which may be numbers."""
 
     def __init__(self, cls: type[DistributedValues], values: Any):
-        self._cls, self._values = cls, values  # the type of the tuple of them
+        self._cls = getattr(cls, "value_type", cls)
+        self._values = values  # the type of the tuple of them
 
     def is_subtype_of(self, other: Any) -> bool:
         return self._is_alike(other) and self._values.is_subtype_of(other._values)
@@ -126,8 +127,7 @@ class ValuesType(tf.types.experimental.TraceType):
 _protocol: Any = DistributedValues
 _protocol._type_spec = property(ValuesSpec.from_value)
 _protocol.__tf_tracing_type__ = lambda self, context: ValuesType(
-    getattr(self, "value_type", type(self)),
-    trace_type.from_value(self.values, context),
+    type(self), trace_type.from_value(self.values, context)
 )
 _protocol._convert_variables_to_tensors = lambda self: self
 _protocol.__tf_tensor__ = raise_not_a_tensor

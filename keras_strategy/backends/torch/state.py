@@ -408,7 +408,7 @@ def get_or_create_components(variable: Any, layout: Layout) -> Components:
         if components.layout is layout or components.layout == layout:
             return components
         if components.on_read or components.shards is not None:
-            ownership.check_owner(context.active_strategy(), variable)
+            ownership.check_owner(context.get_strategy(), variable)
             return components
     if current_stateless_scope() is None:
         ownership.broadcast_pending_values()  # before it is copied
