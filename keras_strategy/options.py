@@ -260,8 +260,8 @@ def check_communication_options(options: Any) -> CommunicationOptions:
         return CommunicationOptions()
     if not isinstance(options, CommunicationOptions):
         raise TypeError(
-            "Communication options must be a `CommunicationOptions` or None. "
-            f"Received: {options!r} of type {type(options).__name__}"
+            "Communication options must be `ks.experimental.CommunicationOptions` or "
+            f"None. Received: {options!r} of type {type(options).__name__}"
         )
     return options
 

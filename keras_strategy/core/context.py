@@ -31,6 +31,7 @@ class _ThreadState(threading.local):
         self.replica: ReplicaContext | None = None
         self.is_merging = False
         self.dry_run: DryRun | None = None
+        self.device_step: tuple[Any, Any] = (None, None)
 
 
 # Public: hot patches read it without a function call.
@@ -97,6 +98,14 @@ def cross_replica_scope(strategy: "Strategy | None") -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def device_step_scope(strategy: "Strategy", replicas: int = 1) -> Iterator[None]:
+    """Leave all strategies for a step on one device, which `get_strategy` hides."""
+    step = strategy, replicas
+    with cross_replica_scope(None), override(thread_state, "device_step", step):
+        yield
+
+
+@contextlib.contextmanager
 def dry_run_scope() -> Iterator[DryRun]:
     """Leave all strategies for a dry run without effects, and yield its findings."""
     dry_run = DryRun()
@@ -130,7 +139,7 @@ def get_strategy() -> "Strategy":
     assert ks.get_strategy().num_replicas_in_sync == 1
     ```
     """
-    return current_scope() or default_strategy()
+    return current_scope() or thread_state.device_step[0] or default_strategy()
 
 
 def has_strategy() -> bool:
@@ -147,7 +156,7 @@ def has_strategy() -> bool:
     ```
     """
     # As in tf.distribute, the default strategy's scope changes nothing.
-    return current_scope() not in (None, _default)
+    return get_strategy() is not default_strategy()
 
 
 def get_replica_context() -> "ReplicaContext | None":
@@ -156,7 +165,8 @@ def get_replica_context() -> "ReplicaContext | None":
     Outside every scope, it is that of the default strategy's only replica. So it is in
     a layer that is called in cross-replica context, which gets the rows of all
     replicas: when a functional model is made, and in the steps of `fit` on JAX. A layer
-    can call `all_gather` and `all_reduce` without knowing where it is.
+    can call `all_gather` and `all_reduce` without knowing where it is. Divide sums by
+    this context's `num_replicas_in_sync`: in `fit` on JAX the strategy's is larger.
 
     Example:
 
@@ -310,7 +320,8 @@ class ReplicaContext:
     @property
     def strategy(self) -> "Strategy":
         """The strategy that runs this replica."""
-        return self._strategy
+        step = thread_state.device_step
+        return (self._strategy is _default and step[0]) or self._strategy
 
     @property
     def replica_id_in_sync_group(self) -> Any:
@@ -321,7 +332,7 @@ class ReplicaContext:
     def num_replicas_in_sync(self) -> int:
         """The number of replicas over all workers."""
         if self._replicas is None:
-            self._replicas = self._strategy.num_replicas_in_sync
+            self._replicas = self._strategy.extended.topology.num_replicas
         return self._replicas
 
     @property

@@ -264,9 +264,11 @@ class AuditAdapter(Protocol):
     def run_on_device(
         self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
     ) -> tuple[Any, list[Any] | None]:
-        """Call `fn` as on one device, without a strategy."""
+        """Call `fn` as on one device; the user's code sees `strategy`."""
         # The result also has arrays of the variables afterwards, if these themselves do
         # not have the values.
+        replicas = strategy.num_replicas_in_sync
+        return strategy.extended.group.call_once(fn, (), {}, replicas), None
 
     def step_functions(
         self, model: Any, kind: str, strategy: Any
@@ -404,6 +406,12 @@ class Engine(Protocol):
 
     def copy_to(self, value: Any, device: str) -> Any:
         """Copy a tensor to `device`, unless it is there or a program decides it."""
+
+    def sum_values(self, values: Sequence[Any], add: Any = None) -> Any:
+        return sum(values[1:], values[0]) if add is None else add(values)
+
+    def divide(self, total: Any, count: int) -> Any:
+        return total / count
 
     def device_of(self, tensor: Any) -> str | None:
         """Return a tensor's canonical device name; None if a program decides it."""

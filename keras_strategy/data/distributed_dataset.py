@@ -69,6 +69,22 @@ class EvenRows(Sequence[Any]):
         return self.array[index * rows : (index + 1) * rows]
 
 
+class PerReplicaSpec(PerReplica):
+    """Shapes and dtypes of a distributed tensor, equal to those of another one."""
+
+    value_type = PerReplica
+
+    def _key(self) -> Any:
+        is_keras = isinstance(self.values[0], keras.KerasTensor)
+        return tuple((x.shape, x.dtype) if is_keras else x for x in self.values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PerReplicaSpec) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
 class DistributedDataset:
     """A dataset whose elements are split over the replicas of a strategy.
 
@@ -393,7 +409,7 @@ def _spec_of(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, PerReplica):
-        return PerReplica([_spec_of(component) for component in value.values])
+        return PerReplicaSpec([_spec_of(component) for component in value.values])
     shape = tuple(value.shape)
     dtype = keras.backend.standardize_dtype(value.dtype)
     return keras.KerasTensor((None, *shape[1:]) if shape else (), dtype)

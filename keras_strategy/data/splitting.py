@@ -337,8 +337,8 @@ def _check_call(strategy: Strategy, method: str, options: Any) -> None:
     context.require_cross_replica(strategy, method)
     if options is not None and not isinstance(options, InputOptions):
         raise TypeError(
-            "Argument `options` must be an InputOptions or None. Received: "
-            f"options={options!r} of type {type(options).__name__}"
+            "Argument `options` must be a `keras_strategy.InputOptions` or None. "
+            f"Received: options={options!r} of type {type(options).__name__}"
         )
 
 

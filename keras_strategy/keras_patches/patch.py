@@ -325,7 +325,7 @@ def in_step() -> Any:
 def in_distributed_scope() -> Any:
     """Return the strategy of the current scope if it has several replicas, or None."""
     strategy = context.current_scope()
-    if strategy is None or strategy.num_replicas_in_sync == 1:
+    if strategy is None or strategy.extended.topology.num_replicas == 1:
         return None
     return strategy
 
@@ -341,7 +341,7 @@ def in_scope_of_workers() -> Any:
 def model_on_replicas(model: Any) -> Any:
     """Return the model's strategy if it has several replicas, or None."""
     strategy = strategy_of_model(model)
-    if strategy is None or strategy.num_replicas_in_sync == 1:
+    if strategy is None or strategy.extended.topology.num_replicas == 1:
         return None
     return strategy
 

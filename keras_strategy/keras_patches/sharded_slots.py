@@ -66,7 +66,7 @@ def slot_origin(slot: Any) -> tuple[Any, Any]:
 
 
 def _shard(strategy: Any, optimizer: Any, slot: Any, weight: Any) -> bool:
-    if strategy.shard is None or strategy.num_replicas_in_sync == 1:
+    if strategy.shard is None or strategy.extended.topology.num_replicas == 1:
         return False
     sharding = get_or_create_sharding(strategy, optimizer)
     if sharding is None or weight.overwrite_with_gradient:
@@ -82,7 +82,7 @@ def get_or_create_sharding(strategy: Any, optimizer: Any) -> OptimizerSharding |
     sharding = optimizer_sharding_of(optimizer)
     if sharding is not None:
         return sharding
-    sharding = new_sharding(optimizer, strategy.num_replicas_in_sync)
+    sharding = new_sharding(optimizer, strategy.extended.topology.num_replicas)
     if sharding is not None:
         vars(optimizer)[OPTIMIZER_SHARDING] = sharding
         return sharding

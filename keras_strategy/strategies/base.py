@@ -162,7 +162,8 @@ class Strategy(Reports):
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas whose gradients are summed, on all workers."""
-        return self._extended.num_replicas
+        strategy, replicas = context.thread_state.device_step
+        return replicas if strategy is self else self._extended.num_replicas
 
     @property
     def batch_statistics(self) -> str | None:
@@ -342,7 +343,8 @@ class Strategy(Reports):
             ownership.check_component_count(self._extended.topology, "reduce", value)
             reducing = self._extended.custom_reducer or self._extended.group
             return reducing.reduce(op, value, axis)
-        # Equal on every replica.
+        # Equal on every replica; a copy of a `tf.Variable`, which changes.
+        value = keras.ops.copy(value) if hasattr(value, "assign") else value
         if op is ReduceOp.MEAN:
             return value if axis is None else keras.ops.mean(value, axis=axis)
         if axis is not None:

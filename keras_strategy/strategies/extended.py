@@ -271,7 +271,7 @@ class StrategyExtended:
         is_distributed = isinstance(destinations, DistributedValues) or (
             is_variable and self.variable_created_in_scope(destinations)
         )
-        if is_distributed and self._strategy.num_replicas_in_sync > 1:
+        if is_distributed and self.num_replicas > 1:
             return self.group.mirror
         if is_distributed or is_variable or engine.is_tensor(destinations):
             return keras.ops.convert_to_tensor

@@ -258,17 +258,15 @@ class _ReductionOnDevice(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> Any:
         """Implement `reduce`, see `CrossDeviceOps`."""
+        engine = get_engine()
         values = [cast_for_sum(value) for value in per_replica_value.values]
         check_same_dtype(values)
         place = self.reduce_to_device or destination_devices(destinations)[0]
         if place is not None:  # None: the program decides
-            values = [get_engine().copy_to(value, place) for value in values]
-        if self.accumulation_fn is None:
-            total = sum(values[1:], values[0])
-        else:
-            total = self.accumulation_fn(values)
+            values = [engine.copy_to(value, place) for value in values]
+        total = engine.sum_values(values, self.accumulation_fn)
         if reduce_op is ReduceOp.MEAN:
-            total = total / len(values)
+            total = engine.divide(total, len(values))
         return self.broadcast(total, destinations)
 
 
@@ -403,6 +401,7 @@ def check_cross_device_ops(cross_device_ops: Any) -> None:
 
 
 def _per_replica(value: Any) -> PerReplica:
+    value = distribute_native(value)
     if isinstance(value, DistributedValues):
         # Values of a traced function are gathered at each access of `values`.
         return PerReplica(value.values)
@@ -426,13 +425,14 @@ class CustomReducer:
         tensor = cast_for_sum(value)
         constant = ops.stop_gradient(tensor)
         (total,) = self._sums(replica, [constant])
-        if is_float(tensor):
+        if is_float(tensor) and not hasattr(tensor, "dense_shape"):  # it is not sparse
             # A sum of zeros contributes the gradient of the backend's sum.
             zeros = ops.where(ops.isfinite(constant), tensor - constant, 0)
             total = total + replica.all_reduce(ReduceOp.SUM, zeros)
         if reduce_op is ReduceOp.SUM:
             return total
-        return total / context.get_strategy().num_replicas_in_sync
+        replicas = context.get_strategy().num_replicas_in_sync
+        return get_engine().divide(total, replicas)
 
     def _sums(self, replica: Replica, tensors: Sequence[Any]) -> list[Any]:
         def merge(_, operations, *values):

@@ -83,7 +83,7 @@ def cross_replica_value(strategy: Strategy, method: str, variable: Any) -> Any:
     """Return per-replica values of an on-read variable, else a copied tensor."""
     if is_sync_on_read(variable):
         owner = strategy_of_variable(variable)
-        if owner is not None and owner.num_replicas_in_sync > 1:
+        if owner is not None and owner.extended.topology.num_replicas > 1:
             return per_replica_values(strategy, method, variable)
     # A copy, as some backends assign variables in place.
     return ops.stop_gradient(ops.copy(variable.value))

@@ -369,9 +369,8 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
             "function that you pass to `strategy.run`."
         )
     replica = context.distributed_replica()
-    replicas = context.get_strategy().num_replicas_in_sync
-    if replica is not None and replica.step.row_weight is not None:
-        replicas = 1  # `fit` multiplies by row weights, whose sum is 1
+    is_in_run = replica is not None and replica.step.row_weight is None
+    replicas = context.get_strategy().num_replicas_in_sync if is_in_run else 1
     if isinstance(regularization_loss, list | tuple):
         losses = [ops.sum(ops.convert_to_tensor(loss)) for loss in regularization_loss]
         total = sum(losses[1:], losses[0]) if losses else ops.zeros(())

@@ -312,6 +312,67 @@ def test_merge_call_of_default_context(api):
     assert not module.in_cross_replica_context()
 
 
+def fit_and_read_strategy(api, parts, rate=0.1):
+    """Fit a model whose parts check their strategy; return the weights."""
+    calls = []
+
+    def check(name):
+        calls.append(name)
+        strategy = api.module.get_strategy()
+        assert strategy is api.s and api.module.has_strategy(), name
+        return strategy.num_replicas_in_sync
+
+    class Layer(keras.layers.Layer):
+        def call(self, x):
+            check("layer")
+            return x
+
+    class Model(keras.Model):  # unbuilt, so that `fit` builds it
+        def __init__(self):
+            super().__init__()
+            self.parts = [Layer(), keras.layers.Dense(1)]
+
+        def call(self, x):
+            check("model")
+            return self.parts[1](self.parts[0](x))
+
+    def loss(y_true, y_pred):
+        squares = keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+        return squares / check("loss") if "loss" in parts else squares
+
+    class Metric(keras.metrics.MeanSquaredError):
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            check("metric")
+            return super().update_state(y_true, y_pred, sample_weight)
+
+    keras.utils.set_random_seed(1)
+    with api.s.scope():
+        layers = [keras.Input((4,)), Layer(), keras.layers.Dense(1)]
+        model = Model() if "model" in parts else keras.Sequential(layers)
+        metrics = [Metric()] if "metric" in parts else None
+        model.compile(keras.optimizers.SGD(rate), loss, metrics=metrics)
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    model.evaluate(x, x[:, :1], batch_size=8, verbose=0)
+    model.predict(x, batch_size=8, verbose=0)
+    assert set(calls) >= set(parts)
+    return keras.ops.convert_to_numpy(model.trainable_variables[0].value)
+
+
+@pytest.mark.parametrize("part", ["layer", "model", "metric"])
+def test_parts_of_model_are_in_their_strategy(part, api, caplog):
+    fit_and_read_strategy(api, {part})
+    assert "one device" not in caplog.text
+
+
+def test_loss_reads_number_of_replicas(api, caplog):
+    divided = fit_and_read_strategy(api, {"layer", "loss"})
+    np.testing.assert_allclose(
+        divided, fit_and_read_strategy(api, {"layer"}, 0.05), rtol=1e-5
+    )
+    assert "one device" not in caplog.text
+
+
 LOCAL = {
     "a number": (lambda a: 3, (3,)),
     "a structure of constants": (
@@ -475,6 +536,47 @@ def test_refuses_where_native_fails_accidentally(case, two):
     assert api.local(total) == [4.0, 4.0]
 
 
+SPARSE = {
+    "ReductionToOneDevice": lambda module: module.ReductionToOneDevice(),
+    "accumulation_fn": lambda module: module.ReductionToOneDevice(
+        accumulation_fn=lambda values: values[0]
+    ),
+    "HierarchicalCopyAllReduce": lambda module: module.HierarchicalCopyAllReduce(),
+    "NcclAllReduce": lambda module: module.NcclAllReduce(),
+}
+
+
+@pytest.mark.skipif(not TENSORFLOW, reason="only TensorFlow has them")
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("choice", SPARSE)
+def test_indexed_slices_stay_sparse(choice, op, api):
+    import tensorflow as tf
+
+    module = api.module
+    rows = api.s.experimental_distribute_values_from_function(
+        lambda c: tf.IndexedSlices(
+            tensor([[1.0], [2.0]]) * (c.replica_id_in_sync_group + 1),
+            tf.constant([0, 1 + c.replica_id_in_sync_group]),
+            tf.constant([4, 1]),
+        )
+    )
+    ops, operation = SPARSE[choice](module), module.ReduceOp[op]
+    results = [
+        ops.reduce(operation, rows, "cpu:0"),
+        *ops.batch_reduce(operation, [(rows, "cpu:0"), (rows, rows)]),
+    ]
+    if choice == "accumulation_fn":  # as a strategy's option, too
+        devices = ["cpu:0", "cpu:1"] if api.ours else ["CPU:0", "CPU:1"]
+        strategy = module.MirroredStrategy(devices, ops)
+        results.append(strategy.run(lambda x: api.rc().all_reduce(op, x), (rows,)))
+    for result in results:
+        for part in api.s.experimental_local_results(result):
+            assert isinstance(part, tf.IndexedSlices)
+            expected = np.array([[3.0], [2.0], [4.0], [0.0]])
+            expected /= 2 if op == "MEAN" else 1
+            assert plain(tf.convert_to_tensor(part)) == expected.tolist()
+
+
 FIRST, LAST = [[0, 1], [2, 3]], [[4], [5]]
 ITERATION = {
     "enumerated": (lambda d: [batch for _, batch in enumerate(d)], [FIRST, LAST]),
@@ -506,6 +608,72 @@ def test_iteration(case, api):
     dataset = tf.data.Dataset.range(6).batch(4)
     batches = read(api.s.experimental_distribute_dataset(dataset))
     assert [api.local(batch) for batch in batches] == answer
+
+
+@pytest.mark.skipif(not TENSORFLOW, reason="a tf.function takes no such dataset")
+@pytest.mark.parametrize("read", ["dataset", "iterator"])
+def test_enumerate_in_tf_function_raises(read, api):
+    import tensorflow as tf
+
+    data = api.s.experimental_distribute_dataset(tf.data.Dataset.range(6).batch(4))
+
+    @tf.function
+    def total(data):
+        result = tf.constant(0, tf.int64)
+        for _, batch in enumerate(data):
+            result += api.s.reduce("SUM", batch, axis=0)
+        return result
+
+    with pytest.raises(NotImplementedError, match="enumerate"):
+        total(data if read == "dataset" else iter(data))
+
+
+@pytest.mark.skipif(not TENSORFLOW, reason="only TensorFlow has them")
+def test_native_variable_as_value(api):
+    import tensorflow as tf
+
+    with api.s.scope():
+        variable = tf.Variable(2.0)
+    mean = api.s.reduce("MEAN", variable, axis=None)
+    operation = api.module.ReduceOp.SUM
+    total = api.module.ReductionToOneDevice().reduce(operation, variable, "cpu:0")
+    assert (plain(mean), plain(total)) == (2.0, 4.0)
+    assert not isinstance(mean, tf.distribute.DistributedValues)
+    variable.assign(5.0)
+    if api.ours:  # native returns the component
+        assert plain(mean) == 2.0
+
+
+def test_element_specs_are_equal(api):
+    tf = pytest.importorskip("tensorflow")
+
+    def distribute(dtype):
+        x = tf.data.Dataset.range(6).map(lambda x: {"x": tf.cast(x, dtype), "y": x})
+        return api.s.experimental_distribute_dataset(x.batch(4))
+
+    data, equal, other = map(distribute, ["float32", "float32", "int32"])
+    spec = data.element_spec
+    assert spec == data.element_spec == equal.element_spec == iter(data).element_spec
+    assert spec != other.element_spec
+    assert spec["x"] != spec["y"] and len({spec["x"], equal.element_spec["x"]}) == 1
+    assert spec["x"] != api.two_rows
+
+
+def test_element_spec_as_input_signature(api):
+    if not TENSORFLOW:
+        pytest.skip("a tf.function takes values of TensorFlow alone")
+    import tensorflow as tf
+
+    data = api.s.experimental_distribute_dataset(tf.data.Dataset.range(6).batch(4))
+    kinds = []
+
+    @tf.function(input_signature=[data.element_spec])
+    def double(x):
+        kinds.append(type(x))
+        return api.s.run(lambda x: 2 * x, (x,))
+
+    assert [api.local(double(x)) for x in data] == [[[0, 2], [4, 6]], [[8], [10]]]
+    assert kinds == [type(next(iter(data)))]
 
 
 @pytest.mark.parametrize("kept", ["the cache", "the order", "nothing"])

@@ -408,9 +408,9 @@ def test_differing_structures_are_refused(two):
 
 
 def test_bad_arguments_are_refused(two):
-    with pytest.raises(TypeError, match="`options` must be an InputOptions"):
+    with pytest.raises(TypeError, match="must be a `keras_strategy.InputOptions`"):
         two.experimental_distribute_dataset(BATCHES, options={"buffer": 1})
-    with pytest.raises(TypeError, match="`options` must be an InputOptions"):
+    with pytest.raises(TypeError, match="must be a `keras_strategy.InputOptions`"):
         two.distribute_datasets_from_function(lambda _: BATCHES, options=3)
     with pytest.raises(TypeError, match="`dataset_fn` must be a function"):
         two.distribute_datasets_from_function(BATCHES)

@@ -67,6 +67,18 @@ def test_synchronized_normalization_of_whole_step(two):
     assert largest(plain.get_weights(), layer.get_weights()) < 1e-6
 
 
+def test_whole_function_is_in_its_strategy(two):
+    def where():
+        strategies = ks.get_strategy(), ks.get_replica_context().strategy
+        return [
+            *(x is two and x.num_replicas_in_sync == 1 for x in strategies),
+            ks.has_strategy() and not ks.in_cross_replica_context(),
+        ]
+
+    assert all(two.run(where, options=WHOLE))
+    assert two.num_replicas_in_sync == 2 and not ks.has_strategy()
+
+
 @pytest.mark.skipif(keras.backend.backend() == "jax", reason="`run` shards otherwise")
 def test_shards_are_updated(mirrored):
     sharded = ks.MirroredStrategy(["cpu:0", "cpu:1"], shard="optimizer")

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from keras import tree
 
 from keras_strategy.backends.jax import connection
-from keras_strategy.core.context import cross_replica_scope
+from keras_strategy.core.context import device_step_scope
 from keras_strategy.core.protocols import AuditAdapter, Strategy
 
 
@@ -33,7 +33,7 @@ class Adapter(AuditAdapter):
             if (variable.synchronization, variable.aggregation) != ("on_read", "none")
         ]
         with (
-            cross_replica_scope(None),
+            device_step_scope(strategy, strategy.num_replicas_in_sync),
             keras.device(device),
             keras.StatelessScope(state_mapping=mapping) as scope,
         ):

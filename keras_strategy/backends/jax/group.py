@@ -232,7 +232,7 @@ class JaxReplicaGroup(ComponentGroup):
             return put(x, self.distribution.everywhere) if is_value else x
 
         args, kwargs = tree.map_structure(place, (args, kwargs))
-        with context.cross_replica_scope(None):
+        with context.device_step_scope(self._strategy):
             return fn(*args, **kwargs)
 
     def _unwrap_single(self, result: Any) -> Any:

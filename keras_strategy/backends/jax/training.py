@@ -31,7 +31,7 @@ from keras_strategy.backends.jax.patches_data import (
     PartialBatchList,
     local_predictions,
 )
-from keras_strategy.core.context import cross_replica_scope, distributed_replica
+from keras_strategy.core.context import device_step_scope, distributed_replica
 from keras_strategy.core.step_state import RowRange
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.layers import all_layers
@@ -103,7 +103,7 @@ class VirtualFunction:
         groups = self._variables()
         values = [[on_one_device(v.value) for v in variables] for variables in groups]
         data = tree.map_structure(on_one_device, batch)
-        with cross_replica_scope(None):
+        with device_step_scope(self._strategy):
             outputs, new_values = self._whole_step(tuple(values), data)
             if self._kind == "predict":
                 groups, new_values = groups[1:], [new_values]

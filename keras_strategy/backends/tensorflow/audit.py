@@ -7,12 +7,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_strategy.backends.tensorflow.connection import native_name
 from keras_strategy.backends.tensorflow.tensors import rows_of_tensor, slice_rows
 from keras_strategy.backends.tensorflow.training import TrainingStrategy
 from keras_strategy.core.protocols import AuditAdapter
 from keras_strategy.keras_patches.internals import stored_value
-from keras_strategy.keras_patches.random import global_generator, set_global_generator
 
 
 class Adapter(AuditAdapter):
@@ -45,19 +43,6 @@ class Adapter(AuditAdapter):
     def stored_tensors(self, variable: Any) -> Sequence[Any]:
         value = stored_value(variable)
         return (value, *getattr(value, "values", ()))
-
-    def run_on_device(
-        self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
-    ) -> tuple[Any, None]:
-        generator, device = global_generator(), strategy.extended.worker_devices[0]
-
-        def call():
-            set_global_generator(generator)
-            with tf.device(native_name(device)):
-                return fn()
-
-        # Another thread is in no native strategy.
-        return strategy.extended.group.call_outside(call, in_scope=False), None
 
     def step_functions(
         self, model: keras.Model, kind: str, strategy: Any

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.autograph.operators import py_builtins
 
 from keras_strategy.backends.tensorflow.connection import native_name
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
@@ -19,6 +20,7 @@ from keras_strategy.data.distributed_dataset import (
     DistributedDataset,
     DistributedIterator,
     OptionalElement,
+    PerReplicaSpec,
 )
 from keras_strategy.options import InputOptions
 from keras_strategy.values import PerReplica
@@ -156,7 +158,7 @@ class _Wrapper:
 
         def convert(leaf):
             components = getattr(leaf, "_value_specs", [leaf] if has_workers else None)
-            return leaf if components is None else PerReplica(components)
+            return leaf if components is None else PerReplicaSpec(components)
 
         return tf.nest.map_structure(convert, self._native.element_spec)
 
@@ -206,3 +208,14 @@ class NativeOptional(_Wrapper, OptionalElement):
 
     def get_value(self) -> Any:
         return self._convert(self._native.get_value())
+
+
+def _refuse_enumerate(data: Any, start: int) -> Any:
+    raise NotImplementedError(
+        "`enumerate` takes no distributed dataset or iterator in a tf.function, as in "
+        "tf.distribute. Use `for batch in dataset:` and count in a tensor. Received: "
+        f"{type(data).__name__}"
+    )
+
+
+py_builtins.enumerate_registry.register(_Wrapper, _refuse_enumerate)

@@ -19,6 +19,7 @@ from keras_strategy.backends.tensorflow import (
     collectives,
     patches,
     patches_sharding,
+    tensors,
     training,
 )
 from keras_strategy.backends.tensorflow.connection import native_name
@@ -70,8 +71,9 @@ class ValuesSpec(tf.TypeSpec):
 
     @classmethod
     def from_value(cls, value: DistributedValues) -> "ValuesSpec":
-        name = type(value).__qualname__
-        cls._classes[name] = type(value)
+        kind = getattr(value, "value_type", type(value))
+        name = kind.__qualname__
+        cls._classes[name] = kind
 
         def describe(x: Any) -> Any:  # a specification, in an input signature
             return x if isinstance(x, tf.TypeSpec) else tf.type_spec_from_value(x)
@@ -83,7 +85,8 @@ class ValuesType(tf.types.experimental.TraceType):
     """Type of distributed values as arguments of tf.functions, which may be numbers."""
 
     def __init__(self, cls: type[DistributedValues], values: Any):
-        self._cls, self._values = cls, values  # the type of the tuple of them
+        self._cls = getattr(cls, "value_type", cls)
+        self._values = values  # the type of the tuple of them
 
     def is_subtype_of(self, other: Any) -> bool:
         return self._is_alike(other) and self._values.is_subtype_of(other._values)
@@ -136,6 +139,8 @@ class TensorFlowEngine(Engine):
     is_tensor = staticmethod(tf.is_tensor)
     is_tracing = staticmethod(tf.inside_function)
     connect: Any = staticmethod(collectives.connect)
+    sum_values: Any = staticmethod(tensors.sum_values)
+    divide: Any = staticmethod(tensors.divide)
 
     def list_devices(self, device_type: str | None = None) -> list[str]:
         if device_type is None:

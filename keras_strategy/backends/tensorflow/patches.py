@@ -80,9 +80,9 @@ def _direct_assign(original, self, value):
     if replica is not None:
         replica.write(self, value)
         return
-    strategy = strategy_of_variable(self)
     has_parts = is_sync_on_read(self) or flat_shards_of(self) is not None
-    if not has_parts or strategy is None or strategy.num_replicas_in_sync == 1:
+    strategy = strategy_of_variable(self) if has_parts else None
+    if strategy is None or strategy.extended.topology.num_replicas == 1:
         original(self, value)
         return
     strategy.extended.group.assign(self, value)
@@ -296,7 +296,7 @@ def _on_replicas(optimizer: Any) -> Any:
     """Return the strategy of several replicas that an optimizer is used with."""
     # A step that runs whole is in no scope.
     owner = strategy_of_variable(getattr(optimizer, "iterations", optimizer))
-    is_single = owner is None or owner.num_replicas_in_sync == 1
+    is_single = owner is None or owner.extended.topology.num_replicas == 1
     return in_distributed_scope() if is_single else owner
 
 

@@ -62,14 +62,14 @@ def divide(total: Any, count: Any) -> Any:
     return total / tf.cast(count, total.dtype)
 
 
-def sum_values(values: Sequence[Any]) -> Any:
+def sum_values(values: Sequence[Any], add: Any = None) -> Any:
     if not isinstance(values[0], tf.IndexedSlices):
         if not values[0].dtype.is_numeric:
             raise ValueError(
                 "Only numbers can be combined over the replicas. Received tensors of "
                 f"the dtype {values[0].dtype.name}."
             )
-        return tf.add_n(values)
+        return (add or tf.add_n)(values)
     return tf.IndexedSlices(
         tf.concat([value.values for value in values], 0),
         tf.concat([value.indices for value in values], 0),

@@ -127,7 +127,7 @@ class MirroredVariable(StrategyVariable):
             return super().handle
         except ValueError as error:
             strategy = strategy_of_variable(self)
-            if strategy is None or strategy.num_replicas_in_sync == 1:
+            if strategy is None or strategy.extended.topology.num_replicas == 1:
                 raise
             raise RuntimeError(
                 f"TensorFlow uses the variable '{self.path}' of {strategy!r} in the "

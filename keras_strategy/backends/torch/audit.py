@@ -12,9 +12,7 @@ import torch
 
 from keras_strategy.backends.torch.state import COMPONENTS, ShardedGradient
 from keras_strategy.backends.torch.training import BatchFunction
-from keras_strategy.core.context import cross_replica_scope
 from keras_strategy.core.protocols import AuditAdapter
-from keras_strategy.core.registry import get_engine
 from keras_strategy.keras_patches.internals import stored_value
 
 
@@ -59,13 +57,6 @@ class Adapter(AuditAdapter):
 
     def preserve_generators(self) -> contextlib.AbstractContextManager[None]:
         return torch.random.fork_rng(range(torch.cuda.device_count()))
-
-    def run_on_device(
-        self, strategy: Any, fn: Callable[[], Any], variables: Sequence[Any]
-    ) -> tuple[Any, None]:
-        device = strategy.extended.worker_devices[0]
-        with cross_replica_scope(None), get_engine().device_scope(device):
-            return fn(), None
 
     def step_functions(
         self, model: keras.Model, kind: str, strategy: Any
