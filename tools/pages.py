@@ -85,7 +85,7 @@ has several: on one device a training step calls none of them.
 
 Before any patch is installed, every function is compared with the signature for which
 its patch was written. If this Keras changed one of them, no patch is installed and a
-`KerasVersionError` names the function, see [Versions of Keras](keras_versions.md).
+`KerasVersionError` names the function, see [Versions of Keras](versions.md).
 
 `make pages` writes this page from the code, with Keras {version}, after it has checked
 that all patches fit each of these versions, which need different numbers of them:

@@ -16,6 +16,7 @@ from keras_strategy.cluster_resolver import detect
 from keras_strategy.commands import worker_checks
 from keras_strategy.commands.findings import Finding, report
 from keras_strategy.commands.processes import run_python
+from keras_strategy.commands.versions import compare
 
 # The programs print these before their numbers.
 _DIFFERENCE = "largest difference:"
@@ -28,7 +29,7 @@ _CPUS_ONLY = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 
 # What a failed program prints, and how to fix it.
 _ADVICE = {
-    "KerasVersionError": "install a Keras that docs/keras_versions.md lists",
+    "KerasVersionError": "install a Keras that docs/versions.md lists",
     "rendezvous": "set NPROC=8 before Python starts",
     "ModuleNotFoundError": "pip install the package that it names (tensorflow-cpu for "
     "tensorflow), or choose another backend",
@@ -47,10 +48,11 @@ def main(options: argparse.Namespace) -> int:
 
 def findings(timeout_seconds: float) -> Iterator[tuple[str, Finding]]:
     """Run the checks in order; without a working backend only the first."""
-    first = backend()
+    first, installed = backend()
     yield "backend", first
     if not first.ok:
         return
+    yield "versions", versions(*installed)
     yield "threads", threads()
     if first.detail.endswith("torch") and (found := torch_gpus()):
         yield "GPUs", found
@@ -60,18 +62,31 @@ def findings(timeout_seconds: float) -> Iterator[tuple[str, Finding]]:
     yield "collectives", workers(timeout_seconds)
 
 
-def backend() -> Finding:
+def backend() -> tuple[Finding, list[str]]:
+    """Return the finding, and the versions of Keras and the backend, by name."""
     requested = os.environ.get("KERAS_BACKEND")
     choose = f"set KERAS_BACKEND to one of {', '.join(_BACKENDS)}"
     if requested is not None and requested not in _BACKENDS:
         detail = f"KERAS_BACKEND is {requested!r}, which does not train"
-        return Finding(False, detail, choose)
-    program = "import keras; print(keras.__version__, keras.backend.backend())"
+        return Finding(False, detail, choose), []
+    program = (
+        "import keras, sys; name = keras.backend.backend(); module = sys.modules[name]"
+        "; print(keras.__version__, name, getattr(module, '__version__', 0))"
+    )
     output, status = _run(["-c", program], 120)
     if status:
-        return _failure(output, status)
-    version, name = output.split()[-2:]
-    return Finding(name in _BACKENDS, f"Keras {version} on {name}", choose)
+        return _failure(output, status), []
+    version, name, of_backend = output.split()[-3:]
+    finding = Finding(name in _BACKENDS, f"Keras {version} on {name}", choose)
+    return finding, [version, name, of_backend]
+
+
+def versions(keras: str, name: str, version: str) -> Finding:
+    tested, untested = compare(keras, name, version)
+    if not untested:
+        return Finding(True, f"within the tested ones: {tested}")
+    advice = f"if something fails, install tested versions: {tested}"
+    return Finding(None, f"{', '.join(untested)} are not tested", advice)
 
 
 def threads() -> Finding:
