@@ -23,6 +23,7 @@ _DIFFERENCE = "largest difference:"
 _SUM = "sum over the workers:"
 _PROGRAMS = "keras_strategy.commands.doctor"
 _BACKENDS = "jax", "torch", "tensorflow"
+_CHOOSE = f"set KERAS_BACKEND to one of {', '.join(_BACKENDS)}"
 _MAX_DIFFERENCE = 1e-5
 _WORKERS = 2
 _CPUS_ONLY = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
@@ -48,13 +49,12 @@ def main(options: argparse.Namespace) -> int:
 
 def findings(timeout_seconds: float) -> Iterator[tuple[str, Finding]]:
     """Run the checks in order; without a working backend only the first."""
-    first, installed = backend()
+    first = backend()
     yield "backend", first
-    if not first.ok:
+    if first.ok is False:
         return
-    yield "versions", versions(*installed)
     yield "threads", threads()
-    if first.detail.endswith("torch") and (found := torch_gpus()):
+    if " on torch " in first.detail and (found := torch_gpus()):
         yield "GPUs", found
     if found := cluster():
         yield "cluster", found
@@ -62,31 +62,30 @@ def findings(timeout_seconds: float) -> Iterator[tuple[str, Finding]]:
     yield "collectives", workers(timeout_seconds)
 
 
-def backend() -> tuple[Finding, list[str]]:
-    """Return the finding, and the versions of Keras and the backend, by name."""
+def backend() -> Finding:
     requested = os.environ.get("KERAS_BACKEND")
-    choose = f"set KERAS_BACKEND to one of {', '.join(_BACKENDS)}"
     if requested is not None and requested not in _BACKENDS:
         detail = f"KERAS_BACKEND is {requested!r}, which does not train"
-        return Finding(False, detail, choose), []
+        return Finding(False, detail, _CHOOSE)
     program = (
         "import keras, sys; name = keras.backend.backend(); module = sys.modules[name]"
         "; print(keras.__version__, name, getattr(module, '__version__', 0))"
     )
     output, status = _run(["-c", program], 120)
     if status:
-        return _failure(output, status), []
-    version, name, of_backend = output.split()[-3:]
-    finding = Finding(name in _BACKENDS, f"Keras {version} on {name}", choose)
-    return finding, [version, name, of_backend]
+        return _failure(output, status)
+    return versions(*output.split()[-3:])
 
 
 def versions(keras: str, name: str, version: str) -> Finding:
     tested, untested = compare(keras, name, version)
+    detail = f"Keras {keras} on {name} {version}"
+    if name not in _BACKENDS:
+        return Finding(False, detail, _CHOOSE)
     if not untested:
-        return Finding(True, f"within the tested ones: {tested}")
-    advice = f"if something fails, install tested versions: {tested}"
-    return Finding(None, f"{', '.join(untested)} are not tested", advice)
+        return Finding(True, f"{detail}; tested: {tested}")
+    detail += f"; not tested: {', '.join(untested)}"
+    return Finding(None, detail, f"if something fails, install {tested}")
 
 
 def threads() -> Finding:

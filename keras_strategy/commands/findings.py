@@ -6,12 +6,6 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-_MARKS = {
-    True: "[green]OK   [/]",
-    None: "[yellow]WARN [/]",
-    False: "[red]FAIL [/]",
-}
-
 
 class Finding(NamedTuple):
     """Result of a check, and how to fix a failure."""
@@ -26,7 +20,8 @@ def report(checks: Iterable[tuple[str, Finding]]) -> int:
     console = Console(soft_wrap=True)
     status = 0
     for check, finding in checks:
-        mark = _MARKS[finding.ok]
+        failed = "[yellow]WARN [/]" if finding.ok is None else "[red]FAIL [/]"
+        mark = "[green]OK   [/]" if finding.ok else failed
         lines = escape(finding.detail).replace("\n", "\n      ")
         detail = f"[bold]{check}[/]: {lines}"
         console.print(f"{mark} {detail}", highlight=False)

@@ -69,9 +69,9 @@ def test_doctor_and_info_warn_of_untested_versions(found, outside, capsys, monke
     finding = doctor.versions(*found)
     assert finding.ok is (None if outside else True)
     assert all(version in finding.detail for version in outside)
-    assert report([("versions", finding)]) == 0
+    assert report([("backend", finding)]) == 0
     told = capsys.readouterr().out
-    assert ("WARN  versions" in told) == bool(outside) and "python 3.11 to 3." in told
+    assert ("WARN  backend" in told) == bool(outside) and "python 3.11 to 3." in told
 
     version, backend, _ = found
     if backend == keras.backend.backend():
@@ -92,6 +92,7 @@ def test_doctor_explains_problems(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "numpy")
     ((_, only),) = doctor.findings(0)
     wrong(only, "'numpy', which does not train", "set KERAS_BACKEND to one of jax")
+    wrong(doctor.versions("3.15.1", "numpy", "2.4"), "on numpy 2.4", "KERAS_BACKEND")
     monkeypatch.setenv("NPROC", "1")
     wrong(doctor.threads(), "1 for 2 logical CPU devices", "set NPROC=8")
     monkeypatch.setenv("TF_CONFIG", '{"cluster": 7}')
@@ -101,7 +102,7 @@ def test_doctor_explains_problems(monkeypatch):
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_doctor_checks(backend, monkeypatch):
     """One after the other; at GPUs on torch alone."""
-    first = doctor.Finding(True, f"Keras 3 on {backend}")
+    first = doctor.versions("3.15.1", backend, "99")  # which warns and goes on
     monkeypatch.setattr(doctor, "backend", lambda: first)
     names = ["torch_gpus", "cluster", "replicas", "workers"]
     for name in names:
