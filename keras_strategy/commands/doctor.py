@@ -197,7 +197,8 @@ def _count_gpus() -> int:
 
 def _failure(output: str, status: int) -> Finding:
     errors = re.findall(r"^.*?(\w+(?:Error|Exception): .+)$", output, re.MULTILINE)
-    detail = errors[-1] if errors else f"{_last_line(output)} (exit code {status})"
+    last_line = (output.strip() or "it ended without output").splitlines()[-1]
+    detail = errors[-1] if errors else f"{last_line} (exit code {status})"
     advice = "keras-strategy info shows the setup; the message names what failed"
     known = (fix for text, fix in _ADVICE.items() if text in output)
     return Finding(False, detail, next(known, advice))
@@ -219,11 +220,6 @@ def _run(
         return run_python(arguments, env=environment, timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         return f"no result within {timeout_seconds:g} s", -1
-
-
-def _last_line(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1] if lines else "it ended without output"
 
 
 def train_on_two_replicas() -> None:

@@ -550,11 +550,7 @@ class Piece:
 def _cut(
     jaxpr: Jaxpr, varying: set[Var], outputs: Sequence[Any], donatable: Collection[Var]
 ) -> list[Stage]:
-    """Cut a program at its collectives, by how many come before an equation.
-
-    Adds to `varying` what differs between the replicas. `outputs` are those that are
-    read.
-    """
+    """Cut a program at its collectives; add what differs on replicas to `varying`."""
     stage_of: dict[Var, int] = {}
     pieces: dict[tuple[int, str], list[JaxprEqn]] = {}
     communication: dict[int, list[JaxprEqn]] = {}
@@ -629,8 +625,7 @@ def _inline_equation(
     if name == "new_ref":
         raise ValueError(
             "`virtual_replicas` does not support JAX's mutable arrays (`new_ref`). "
-            "Remove them; if a scan creates them, run "
-            "`jax.config.update('jax_scan3', False)`."
+            "Remove them; if a scan makes them, set JAX's `jax_scan3` to False."
         )
     functions = list(_functions_of(equation))
     if name == "call_hi_primitive":
