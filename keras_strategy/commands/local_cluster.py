@@ -103,8 +103,7 @@ def shared_variables() -> dict[str, str]:
 
 def thread_limits(workers: int) -> dict[str, str]:
     """Return the environment variables that share the cores among workers."""
-    # Threads spin while they wait for work: with one per core in each worker, workers
-    # slow each other down a hundredfold.
+    # Threads that spin, one per core in each worker, slow them down a hundredfold.
     if workers == 1:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))}
