@@ -34,7 +34,7 @@ help:
 	@echo "make peer      Keras's own trainer tests inside a scope, on every backend"
 	@echo "make ports     programs that others wrote; writes docs/ports.md"
 	@echo "make faults    100 faults in workers, at random; writes docs/faults.md"
-	@echo "make compat    the test suite on other versions of Keras"
+	@echo "make compat    the test suite on other versions of Python, Keras, backends"
 	@echo "make gpu       all that a machine with GPUs can show; GPU_PYTHON has the engines"
 	@echo "make drop-hooks  a test must fail without each of the patches"
 	@echo "make gallery   run the examples on every backend, and draw what came out"
@@ -84,9 +84,9 @@ ports: $(STAMP)
 faults: $(STAMP)
 	@$(VENV)/bin/python tools/faults.py $(ARGS)
 
-# Some 15 minutes for each version. KERAS_VERSIONS="3.13 nightly" picks some.
+# Some 15 minutes for each version. VERSIONS="keras-nightly python-3.13" picks some.
 compat: $(STAMP)
-	@$(VENV)/bin/python tools/keras_versions.py $(ARGS)
+	@$(VENV)/bin/python tools/versions.py $(ARGS)
 
 bench: $(STAMP)
 	@$(VENV)/bin/python -m benchmarks --aims --json benchmarks.json $(ARGS)

@@ -28,3 +28,29 @@ def test_workflow_calls_targets_of_make():
     makefile = (ROOT / "Makefile").read_text()
     assert [match[1] for match in called] == ["test", "lint", "docs"]
     assert all(f"\n{match[1]}:" in makefile for match in called)
+
+
+def test_ci_skips_a_missing_python(monkeypatch, tmp_path, capsys):
+    from tools import versions
+
+    (name,) = re.findall(r"VERSIONS=(\S+)", (ROOT / ".ci" / "run").read_text())
+    monkeypatch.setenv("VERSIONS", name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert versions.main([]) == 0
+    assert (
+        capsys.readouterr().out
+        == f"skipped: {name} was not found on PATH or in pyenv\n"
+    )
+
+
+def test_tested_ranges_end_with_versions_of_compat():
+    from keras_strategy.commands.versions import _TESTED
+    from tools.versions import NAMES
+
+    ends = {f"{package}-{last}" for package, (_, last) in _TESTED.items()}
+    # A nightly build stands for the last Keras, Python 3.13 for the last JAX, too.
+    assert ends - set(NAMES) == {
+        f"keras-{_TESTED['keras'][1]}",
+        f"jax-{_TESTED['jax'][1]}",
+    }

@@ -85,7 +85,7 @@ has several: on one device a training step calls none of them.
 
 Before any patch is installed, every function is compared with the signature for which
 its patch was written. If this Keras changed one of them, no patch is installed and a
-`KerasVersionError` names the function, see [Versions of Keras](keras_versions.md).
+`KerasVersionError` names the function, see [Versions of Keras](versions.md).
 
 `make pages` writes this page from the code, with Keras {version}, after it has checked
 that all patches fit each of these versions, which need different numbers of them:
@@ -189,12 +189,12 @@ def checked_rows(backend: str, *folders: Path) -> list[dict[str, Any]]:
 def patches_page() -> str:
     """Check all patches on each version of Keras, and return docs/patches.md."""
     import keras
-    import keras_versions  # in the same folder
+    from versions import REQUIREMENTS, install, version_in  # in the same folder
 
     versions = []
-    for name in keras_versions.REQUIREMENTS:
-        folder = keras_versions.install(name)
-        version = keras_versions.version_in(folder)
+    for name in REQUIREMENTS:
+        folder = install(name)
+        version = version_in(folder)
         print(f"Keras {version}", flush=True)
         used = [
             {(row["module"], row["target"]) for row in listed if row["used"]}

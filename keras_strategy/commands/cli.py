@@ -54,11 +54,7 @@ _DOCTOR_EXAMPLES = """\
 examples:
   keras-strategy doctor
   KERAS_BACKEND=torch keras-strategy doctor --timeout-seconds 300
-  srun keras-strategy doctor --workers
-
-exit codes:
-  0    all checks passed
-  1    a check failed"""
+  srun keras-strategy doctor --workers"""
 _PORT = """\
 Prints which names of a program change from tf.distribute to this package, as a diff,
 and on the standard error what to change by hand. It does not change the file."""

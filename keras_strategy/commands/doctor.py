@@ -16,19 +16,21 @@ from keras_strategy.cluster_resolver import detect
 from keras_strategy.commands import worker_checks
 from keras_strategy.commands.findings import Finding, report
 from keras_strategy.commands.processes import run_python
+from keras_strategy.commands.versions import compare
 
 # The programs print these before their numbers.
 _DIFFERENCE = "largest difference:"
 _SUM = "sum over the workers:"
 _PROGRAMS = "keras_strategy.commands.doctor"
 _BACKENDS = "jax", "torch", "tensorflow"
+_CHOOSE = f"set KERAS_BACKEND to one of {', '.join(_BACKENDS)}"
 _MAX_DIFFERENCE = 1e-5
 _WORKERS = 2
 _CPUS_ONLY = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 
 # What a failed program prints, and how to fix it.
 _ADVICE = {
-    "KerasVersionError": "install a Keras that docs/keras_versions.md lists",
+    "KerasVersionError": "install a Keras that docs/versions.md lists",
     "rendezvous": "set NPROC=8 before Python starts",
     "ModuleNotFoundError": "pip install the package that it names (tensorflow-cpu for "
     "tensorflow), or choose another backend",
@@ -49,10 +51,10 @@ def findings(timeout_seconds: float) -> Iterator[tuple[str, Finding]]:
     """Run the checks in order; without a working backend only the first."""
     first = backend()
     yield "backend", first
-    if not first.ok:
+    if first.ok is False:
         return
     yield "threads", threads()
-    if first.detail.endswith("torch") and (found := torch_gpus()):
+    if " on torch " in first.detail and (found := torch_gpus()):
         yield "GPUs", found
     if found := cluster():
         yield "cluster", found
@@ -62,16 +64,28 @@ def findings(timeout_seconds: float) -> Iterator[tuple[str, Finding]]:
 
 def backend() -> Finding:
     requested = os.environ.get("KERAS_BACKEND")
-    choose = f"set KERAS_BACKEND to one of {', '.join(_BACKENDS)}"
     if requested is not None and requested not in _BACKENDS:
         detail = f"KERAS_BACKEND is {requested!r}, which does not train"
-        return Finding(False, detail, choose)
-    program = "import keras; print(keras.__version__, keras.backend.backend())"
+        return Finding(False, detail, _CHOOSE)
+    program = (
+        "import keras, sys; name = keras.backend.backend(); module = sys.modules[name]"
+        "; print(keras.__version__, name, getattr(module, '__version__', 0))"
+    )
     output, status = _run(["-c", program], 120)
     if status:
         return _failure(output, status)
-    version, name = output.split()[-2:]
-    return Finding(name in _BACKENDS, f"Keras {version} on {name}", choose)
+    return versions(*output.split()[-3:])
+
+
+def versions(keras: str, name: str, version: str) -> Finding:
+    tested, untested = compare(keras, name, version)
+    detail = f"Keras {keras} on {name} {version}"
+    if name not in _BACKENDS:
+        return Finding(False, detail, _CHOOSE)
+    if not untested:
+        return Finding(True, f"{detail}; tested: {tested}")
+    detail += f"; not tested: {', '.join(untested)}"
+    return Finding(None, detail, f"if something fails, install {tested}")
 
 
 def threads() -> Finding:
@@ -183,7 +197,8 @@ def _count_gpus() -> int:
 
 def _failure(output: str, status: int) -> Finding:
     errors = re.findall(r"^.*?(\w+(?:Error|Exception): .+)$", output, re.MULTILINE)
-    detail = errors[-1] if errors else f"{_last_line(output)} (exit code {status})"
+    last_line = (output.strip() or "it ended without output").splitlines()[-1]
+    detail = errors[-1] if errors else f"{last_line} (exit code {status})"
     advice = "keras-strategy info shows the setup; the message names what failed"
     known = (fix for text, fix in _ADVICE.items() if text in output)
     return Finding(False, detail, next(known, advice))
@@ -205,11 +220,6 @@ def _run(
         return run_python(arguments, env=environment, timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         return f"no result within {timeout_seconds:g} s", -1
-
-
-def _last_line(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1] if lines else "it ended without output"
 
 
 def train_on_two_replicas() -> None:

@@ -27,12 +27,7 @@ from keras_strategy.commands.processes import WorkerProcess, exit_text
 
 @dataclasses.dataclass(frozen=True)
 class ElasticLauncher(Launcher):
-    """Launcher of a program that calls `keras_strategy.run_elastic`.
-
-    Attributes:
-        min_workers: The fewest workers that train.
-        max_restarts: How many workers to start again, one by one.
-    """
+    """Launcher of a program that calls `run_elastic`; it restarts single workers."""
 
     min_workers: int = 1
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 class Finding(NamedTuple):
     """Result of a check, and how to fix a failure."""
 
-    ok: bool
+    ok: bool | None  # None warns
     detail: str
     advice: str = ""
 
@@ -20,11 +20,12 @@ def report(checks: Iterable[tuple[str, Finding]]) -> int:
     console = Console(soft_wrap=True)
     status = 0
     for check, finding in checks:
-        mark = "[green]OK   [/]" if finding.ok else "[red]FAIL [/]"
+        failed = "[yellow]WARN [/]" if finding.ok is None else "[red]FAIL [/]"
+        mark = "[green]OK   [/]" if finding.ok else failed
         lines = escape(finding.detail).replace("\n", "\n      ")
         detail = f"[bold]{check}[/]: {lines}"
         console.print(f"{mark} {detail}", highlight=False)
         if not finding.ok:
             console.print(f"      Fix: {escape(finding.advice)}", highlight=False)
-            status = 1
+            status = max(status, finding.ok is False)
     return status

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 import keras_strategy
 from keras_strategy.cluster_resolver.detection import Finding, detect
+from keras_strategy.commands.versions import compare
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
 
@@ -23,6 +24,8 @@ def main(options: argparse.Namespace) -> int:
         return 0
     devices, found["devices"] = _devices()
     count, cluster = len(devices), found.pop("cluster")
+    if untested := found.pop("untested"):
+        found["warning"] = f"not tested with {', '.join(untested)}"
     found["MirroredStrategy"] = f"{count} replica{'s' * (count > 1)} in this process"
     found["cluster"] = cluster["says"]
     console = Console(soft_wrap=True)
@@ -36,11 +39,14 @@ def main(options: argparse.Namespace) -> int:
 def data() -> dict[str, Any]:
     backend, detection = keras.backend.backend(), detect()
     version = getattr(sys.modules.get(backend), "__version__", "unknown")
+    tested, untested = compare(keras.__version__, backend, version)
     return {
         "keras_strategy": keras_strategy.__version__,
         "python": platform.python_version(),
         "keras": keras.__version__,
         "backend": f"{backend} {version}",
+        "tested": tested,
+        "untested": untested,
         "devices": _devices()[0],
         "cluster": {
             "found": detection.chosen and detection.chosen.name,

@@ -52,16 +52,7 @@ _COLOURS = (36, 33, 35, 32, 34, 31)
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """Launcher of a command in several workers of this machine.
-
-    Attributes:
-        devices_per_worker: The logical CPU devices of each worker; None keeps the
-            backend's own.
-        max_restarts: How often to restart all workers when one failed or was preempted.
-        grace_seconds: How long a worker may take to end when it is asked to.
-        fingerprint: The file for the fingerprint of the trained model, or None.
-        gpus_per_worker: How many GPUs each worker sees; None divides them evenly.
-    """
+    """Launcher of a command in several workers, with the options of `run`."""
 
     command: tuple[str, ...]
     workers: int

@@ -37,23 +37,16 @@ _reservations: collections.deque[int] = collections.deque()
 
 @dataclasses.dataclass(frozen=True)
 class LocalCluster:
-    """Addresses of workers on this machine, and their shared secret.
-
-    Attributes:
-        chief: If True, the first worker is the task "chief".
-        devices_per_worker: The logical CPU devices of each worker; None keeps the
-            backend's own.
-        indices: The index of each worker, by rank, where they have gaps.
-    """
+    """Addresses of workers on this machine, and their shared secret."""
 
     ports: tuple[int, ...]
     rendezvous_port: int
-    chief: bool = False
+    chief: bool = False  # whether the first worker is the task "chief"
     devices_per_worker: int | None = None
     secret: str = dataclasses.field(
         default_factory=lambda: secrets.token_hex(32), repr=False
     )
-    indices: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()  # of the workers, by rank, where they have gaps
 
     @classmethod
     def on_free_ports(
@@ -109,12 +102,8 @@ def shared_variables() -> dict[str, str]:
 
 
 def thread_limits(workers: int) -> dict[str, str]:
-    """Return the environment variables that share this machine's cores among workers.
-
-    Torch's and NumPy's threads spin while they wait for work. If each worker had one
-    per core, the workers would slow each other down a hundredfold. A single worker
-    keeps its defaults.
-    """
+    """Return the environment variables that share the cores among workers."""
+    # Threads that spin, one per core in each worker, slow them down a hundredfold.
     if workers == 1:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))}
@@ -155,11 +144,7 @@ def count_workers(workers: int | str, gpus_per_worker: int | None) -> int:
 def gpu_variables(
     rank: int, workers: int, gpus_per_worker: int | None
 ) -> dict[str, str]:
-    """Return the variable by which a worker sees its own GPUs.
-
-    By default the workers divide all GPUs evenly. If there are fewer GPUs than workers,
-    each sees all of them.
-    """
+    """Return the variable by which a worker sees its GPUs; all if these are fewer."""
     gpus = visible_gpus()
     count = len(gpus) // workers if gpus_per_worker is None else gpus_per_worker
     if not count and gpus_per_worker is None:

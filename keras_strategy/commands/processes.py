@@ -65,11 +65,7 @@ class Process(abc.ABC):
 
 
 class WorkerProcess(Process):
-    """Process that runs a command and dies with the process that started it.
-
-    On Linux the kernel kills it when the *thread* that started it ends: start workers
-    from a thread that outlives them, such as the main one.
-    """
+    """Process that runs a command and dies with the *thread* that started it."""
 
     def __init__(
         self,

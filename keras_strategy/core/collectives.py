@@ -55,10 +55,7 @@ class WorkerCollectives(abc.ABC):
         return self.sum_all(name, [tensor])[0]
 
     def broadcast_if_different(self, name: str, tensors: Sequence[Any]) -> list[Any]:
-        """Return the chief's tensors, with None where all workers have the same bits.
-
-        If the numbers of tensors differ, the result is for the smallest of them.
-        """
+        """Return the chief's tensors, or None for those with the same bits on all."""
         arrays = [keras.ops.convert_to_numpy(tensor) for tensor in tensors]
         layouts = [[list(array.shape), str(array.dtype)] for array in arrays]
         local = [array_digest(array)[:24] for array in arrays]

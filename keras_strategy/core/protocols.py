@@ -114,10 +114,7 @@ class ReplicaGroup(Protocol):
         """Mirror variables that were created outside the scope; keep their values."""
 
     def sync_initial_values(self, variables: Sequence[Any]) -> int:
-        """Set new variables, in order, to the chief's values; return how many were set.
-
-        The others are not yet initialised on all workers.
-        """
+        """Set new variables, in order, to the chief's values; return their number."""
 
     def trainer_scope(
         self, model: Any, method: str, arguments: dict[str, Any]

@@ -296,10 +296,7 @@ def take_class_weight(fit: Any, model: Any, args: list, kwargs: dict) -> None:
 
 @contextlib.contextmanager
 def skip_batches(adapter: Any, count: int) -> Iterator[None]:
-    """Context manager that skips `count` batches: a PyDataset creates only one of them.
-
-    Its batches have indices, in the order in which Keras shuffles them.
-    """
+    """Context manager that skips batches: a PyDataset creates only one of them."""
     if (
         not isinstance(adapter, keras_adapters.PyDatasetAdapter)
         or adapter.enqueuer is not None  # Keras's threads prefetch

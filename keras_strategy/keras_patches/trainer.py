@@ -97,11 +97,7 @@ BATCH_LOGS = "_ks_batch_logs"
 
 
 class BatchLogs:
-    """The logs of batches in a call of `fit` or `evaluate`, reduced if they are read.
-
-    Attributes:
-        are_read: True if a worker reads them; None until its loop begins.
-    """
+    """The logs of batches in `fit` or `evaluate`, reduced if a worker reads them."""
 
     def __init__(self, cluster: Any):
         self._cluster = cluster

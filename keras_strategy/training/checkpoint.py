@@ -129,12 +129,10 @@ class _Write(NamedTuple):
 
 
 class BackupFolder:
-    """A folder of numbered backups, each of one file or more.
+    """A folder of numbered backups, each of one file and others with shards."""
 
-    The chief's file has what is not sharded, and the shards of its replicas. Each other
-    worker writes a file of its shards, if there are any. The chief's file gets its name
-    when all others are there, so a killed worker leaves the previous backup intact.
-    """
+    # The chief's file gets its name when all others are there, so a killed worker
+    # leaves the previous backup intact.
 
     def __init__(self, path: str | os.PathLike, max_to_keep: int = 2):
         if type(max_to_keep) is not int or max_to_keep < 1:

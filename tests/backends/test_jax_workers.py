@@ -12,6 +12,7 @@ if keras.backend.backend() != "jax":
 
 
 import contextlib
+import time
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import keras
 from keras import layers, ops
 
 import keras_strategy as ks
-from tests.distributed.jobs import in_turns
+from tests.distributed.jobs import in_turns, make_strategy
 
 
 def numpy_of(structure: Any) -> Any:
@@ -182,6 +183,28 @@ def too_late() -> None:
     ks.MultiWorkerMirroredStrategy()
 
 
+def late_gradient() -> np.ndarray:
+    """Return weights whose gradient the second worker has 40 s after the first."""
+    strategy = make_strategy(shard="optimizer")
+    rank = strategy.extended.local_replicas.start
+
+    def wait(x):
+        time.sleep(40 * rank)
+        return x
+
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(8, "float32"))
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([weight])
+
+    def step():
+        gradient = ops.arange(8, dtype="float32")
+        optimizer.apply([jax.pure_callback(wait, gradient, gradient)], [weight])
+
+    strategy.run(step)
+    return np.asarray(weight)
+
+
 @pytest.fixture(scope="module", params=[2, 1], ids=["2x2", "2x1"])
 def results(request, starter):
     """Return the results of two workers with a number of devices."""
@@ -257,3 +280,10 @@ def test_used_devices_are_refused(two_workers):
         assert "before the first tensor" in end.output
     # Each raises; who does so second may have been told of the first.
     assert {1} <= {end.exit_status for end in ends} <= {1, EXIT_OTHER_WORKER_FAILED}
+
+
+@pytest.mark.full
+def test_sharded_update_waits_for_a_slow_worker(two_workers):
+    """For longer than gloo waits in a reduce-scatter, and in the first collective."""
+    for weight in two_workers.run(late_gradient):
+        equal(weight, -2 * np.arange(8, dtype="float32"))

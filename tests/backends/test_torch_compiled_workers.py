@@ -3,11 +3,14 @@
 import keras
 import numpy as np
 import pytest
-import torch
 
 import keras_strategy as ks
 from conformance.compare import largest
 from keras_strategy.testing import WorkerRunner
+
+torch = pytest.importorskip("torch")
+if keras.backend.backend() != "torch":
+    pytest.skip("for the torch backend", allow_module_level=True)
 
 X = np.random.RandomState(0).randn(9, 6).astype("float32")
 Y = np.random.RandomState(1).randn(9, 2).astype("float32")
@@ -101,10 +104,6 @@ def of_a_users_own() -> list:
 def all_of_them() -> tuple[list, list, list]:
     """All of the above, since to import what compiles takes seconds."""
     return with_and_without(), failing(), of_a_users_own()
-
-
-if keras.backend.backend() != "torch":
-    pytest.skip("for the torch backend", allow_module_level=True)
 
 
 pytestmark = pytest.mark.full

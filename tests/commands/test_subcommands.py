@@ -3,6 +3,7 @@
 import importlib.machinery
 import importlib.util
 import json
+import pathlib
 import socket
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.cluster import process_exit
-from keras_strategy.commands import doctor
+from keras_strategy.commands import doctor, versions
 from keras_strategy.commands.cli import main
+from keras_strategy.commands.findings import report
 from keras_strategy.core.registry import get_engine
 
 
@@ -42,6 +44,45 @@ def test_doctor_of_healthy_machine(capsys, monkeypatch):
     assert "FAIL" not in out
 
 
+def test_versions_are_those_of_the_project():
+    """The bounds of what pip installs are those that doctor and info compare with."""
+    text = (pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for name in ("jax", "torch", "tensorflow"):
+        first, last = versions._TESTED[name]
+        major, minor = last.split(".")
+        bounds = f">={first},<{major}.{int(minor) + 1}"
+        assert f'\n{name} = ["{name}{bounds}"]\n' in text
+    assert f'"keras>={versions._TESTED["keras"][0]}"' in text
+    assert f'requires-python = ">={versions._TESTED["python"][0]}"' in text
+
+
+@pytest.mark.parametrize(
+    ("found", "outside"),
+    [
+        (("3.15.1", "torch", "2.13.0+cpu"), []),
+        (("3.16.0.dev2026", "jax", "0.12.0.1"), []),
+        (("3.17.0", "torch", "2.99.1"), ["keras 3.17.0", "torch 2.99.1"]),
+        (("3.12.0", "jax", "1.0"), ["keras 3.12.0", "jax 1.0"]),
+    ],
+)
+def test_doctor_and_info_warn_of_untested_versions(found, outside, capsys, monkeypatch):
+    finding = doctor.versions(*found)
+    assert finding.ok is (None if outside else True)
+    assert all(version in finding.detail for version in outside)
+    assert report([("backend", finding)]) == 0
+    told = capsys.readouterr().out
+    assert ("WARN  backend" in told) == bool(outside) and "python 3.11 to 3." in told
+
+    version, backend, _ = found
+    if backend == keras.backend.backend():
+        monkeypatch.setattr(keras, "__version__", version)
+        monkeypatch.setattr(sys.modules[backend], "__version__", found[2])
+        assert main(["info", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["untested"] == outside
+        assert main(["info"]) == 0
+        assert ("not tested with" in capsys.readouterr().out) == bool(outside)
+
+
 def wrong(finding, seen, do):
     assert not finding.ok
     assert seen in finding.detail and do in finding.advice
@@ -51,6 +92,7 @@ def test_doctor_explains_problems(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "numpy")
     ((_, only),) = doctor.findings(0)
     wrong(only, "'numpy', which does not train", "set KERAS_BACKEND to one of jax")
+    wrong(doctor.versions("3.15.1", "numpy", "2.4"), "on numpy 2.4", "KERAS_BACKEND")
     monkeypatch.setenv("NPROC", "1")
     wrong(doctor.threads(), "1 for 2 logical CPU devices", "set NPROC=8")
     monkeypatch.setenv("TF_CONFIG", '{"cluster": 7}')
@@ -60,7 +102,7 @@ def test_doctor_explains_problems(monkeypatch):
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_doctor_checks(backend, monkeypatch):
     """One after the other; at GPUs on torch alone."""
-    first = doctor.Finding(True, f"Keras 3 on {backend}")
+    first = doctor.versions("3.15.1", backend, "99")  # which warns and goes on
     monkeypatch.setattr(doctor, "backend", lambda: first)
     names = ["torch_gpus", "cluster", "replicas", "workers"]
     for name in names:

@@ -232,6 +232,55 @@ def test_communication_in_a_loop():
         assert outputs.values[0].tolist() == [6**3 * 60, 6**2 * 45, 6 * 25]
 
 
+@pytest.fixture
+def jax_option():
+    """Switches an option of JAX on for a test, which older versions lack."""
+    import jax
+
+    names = []
+
+    def switch_on(name):
+        if not hasattr(jax.config, name):
+            pytest.skip(f"this JAX has no {name}")
+        names.append(name)
+        jax.config.update(name, True)
+
+    yield switch_on
+    for name in names:
+        jax.config.update(name, False)
+
+
+@on_jax
+@pytest.mark.parametrize("option", [None, "jax_remat3", "jax_custom_vjp3"])
+def test_communication_in_a_called_function(option, jax_option):
+    """With an option, JAX calls functions by primitives that other code may define."""
+    import jax
+
+    if option:
+        jax_option(option)
+
+    @jax.custom_vjp
+    def sum_squares(x):
+        return ks.get_replica_context().all_reduce("SUM", x * x)
+
+    sum_squares.defvjp(lambda x: (sum_squares(x), x), lambda x, g: (2 * x * g,))
+
+    def step(x):
+        return jax.value_and_grad(jax.checkpoint(lambda x: sum_squares(x) * x))(x)
+
+    total, gradient = virtual(2).run(step, args=(np.float32(3),))
+    assert float(total.values[0]) == 6 * 9 * 3
+    assert float(gradient.values[0]) == 6 * 9 + 2 * 9
+
+
+@on_jax
+def test_mutable_arrays_are_refused(jax_option):
+    jax_option("jax_scan3")
+    rows = np.float32([2, 3])
+    with pytest.raises(ValueError, match="`new_ref`.*jax_scan3"):
+        virtual(2).run(lambda: ops.scan(lambda c, x: (c + x, x), ops.ones(()), rows))
+
+
 @on_jax
 def test_communication_in_a_condition_is_refused():
     def step():

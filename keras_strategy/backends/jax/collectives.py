@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from keras_strategy.backends.jax.distribution import ReplicaDistribution, put
+from keras_strategy.backends.jax.distribution import AXIS, ReplicaDistribution, put
 from keras_strategy.cluster.membership import Cluster
 from keras_strategy.core.collectives import (
     WorkerCollectives,
@@ -28,6 +28,16 @@ class JaxWorkers(WorkerCollectives):
     def __init__(self, cluster: Cluster, distribution: ReplicaDistribution):
         super().__init__(cluster)
         self._distribution = distribution
+        if distribution.synchronous:
+            # gloo connects devices at their first collective, and waits 30 s for it:
+            # shorter than the program of another worker may compile.
+            with self.track_operation("the first collective"):
+                one_each = put(
+                    np.ones(distribution.mesh.shape[AXIS]), distribution.split
+                )
+                jax.block_until_ready(
+                    sum_fn(distribution.everywhere, False)([one_each])
+                )
 
     def sum_all(self, name: str, tensors: Sequence[Any]) -> list[jax.Array]:
         tensors = [jnp.asarray(tensor) for tensor in tensors]

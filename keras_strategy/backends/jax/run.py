@@ -98,7 +98,7 @@ def compile_program(
     batch_indices = [i for i, leaf in enumerate(leaves) if leaf.is_batch]
 
     def body(written_values, local_values, read_values, tensors):
-        shards = state.LocalShards(distribution.replicas)
+        shards = state.LocalShards(distribution)
         written_values = map(shards.gather, written_values, written_dims)
         read_values = map(shards.gather, read_values, read_dims)
         scope = RunScope(

@@ -181,8 +181,11 @@ def partition_specs(dims: Sequence[int | None]) -> list[PartitionSpec]:
 class LocalShards:
     """Whole tensors, which code in a trace sees, and their local shards."""
 
-    def __init__(self, replicas: int):
-        self.replicas = replicas
+    def __init__(self, distribution: ReplicaDistribution):
+        self.replicas = distribution.replicas
+        # On CPUs of several workers, gloo's reduce-scatter waits 30 s for the others at
+        # most, and can return wrong values: jax-ml/jax issues 40831 and 40830.
+        self._scatters = not distribution.synchronous
         # Keyed by the id of the whole tensor, which is kept so that the id stays valid.
         # If only the original shard is used, XLA drops the all-gather.
         self._gathered: dict[int, tuple[Any, int, Any]] = {}
@@ -208,6 +211,8 @@ class LocalShards:
 
     def all_reduce(self, tensors: Sequence[Any]) -> list[Any]:
         """Sum tensors over the replicas, by reduce-scatter where shapes allow."""
+        if not self._scatters:
+            return jax.lax.psum(tensors, AXIS)
         dims = [dimension_to_shard(x.shape, self.replicas) for x in tensors]
         unsharded = [x for x, d in zip(tensors, dims, strict=True) if d is None]
         totals = iter(jax.lax.psum(unsharded, AXIS))

@@ -10,13 +10,14 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.api_util import debug_info
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend import core
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from keras_strategy.backends.jax.collectives import LocalBatches, layout_of
 from keras_strategy.backends.jax.compile_cache import DifferentReplicas, NewVariables
@@ -33,12 +34,11 @@ _COLLECTIVES = "psum", "pmax", "pmin", "all_gather"
 # Calls of functions, by their parameter that has the function.
 _CALLS = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
 }
 
 
@@ -183,13 +183,12 @@ class VirtualProgram:
             tracing_virtual.reset(token)
 
         def inlined(index, *args):
-            return list(_inline(traced.jaxpr, traced.consts, args, index))
+            return list(_inline(traced, args, index))
 
         program = jax.make_jaxpr(inlined, axis_env=environment)(
             jnp.int32(0), *traced.in_avals
         )
         consts = list(map(self._on_one_device, program.consts))
-        program = ClosedJaxpr(program.jaxpr, consts)
         in_flags = [
             is_split
             for shape, is_split in zip(shapes, self._in_flags, strict=True)
@@ -200,7 +199,9 @@ class VirtualProgram:
         is_read = [is_first or flag is not False for flag in self._flags_of_outputs]
         # Programs of other batches may still read what one does not need any more.
         donated = len(self._written) if batch is None else 0
-        variant = Variant(program, in_flags, is_read, donated, self._devices)
+        variant = Variant(
+            _open(program), consts, in_flags, is_read, donated, self._devices
+        )
         for (path, _), flag, atom in zip(
             paths, self._flags_of_outputs, variant.outputs, strict=True
         ):
@@ -313,24 +314,24 @@ class Variant:
 
     def __init__(
         self,
-        program: ClosedJaxpr,
+        program: Jaxpr,
+        consts: Sequence[Any],
         in_flags: Sequence[bool | None],
         is_read: Sequence[bool],  # of the outputs
         donated: int,  # how many of the inputs may be overwritten, from the first one
         devices: Sequence[Any],
     ):
-        self.index, *inputs = program.jaxpr.invars
+        self.index, *inputs = program.invars
         self._same = [v for v, flag in zip(inputs, in_flags, strict=True) if not flag]
         self.split = [v for v, flag in zip(inputs, in_flags, strict=True) if flag]
-        self.outputs = program.jaxpr.outvars
-        variables = program.jaxpr.constvars
+        self.outputs = program.outvars
         self._consts = [
-            dict(zip(variables, jax.device_put(program.consts, device), strict=True))
+            dict(zip(program.constvars, jax.device_put(consts, device), strict=True))
             for device in devices
         ]
         self.varying = {self.index, *self.split}
         self.stages = _cut(
-            program.jaxpr,
+            program,
             self.varying,
             [atom for atom, flag in zip(self.outputs, is_read, strict=True) if flag],
             inputs[:donated],
@@ -549,11 +550,7 @@ class Piece:
 def _cut(
     jaxpr: Jaxpr, varying: set[Var], outputs: Sequence[Any], donatable: Collection[Var]
 ) -> list[Stage]:
-    """Cut a program at its collectives, by how many come before an equation.
-
-    Adds to `varying` what differs between the replicas. `outputs` are those that are
-    read.
-    """
+    """Cut a program at its collectives; add what differs on replicas to `varying`."""
     stage_of: dict[Var, int] = {}
     pieces: dict[tuple[int, str], list[JaxprEqn]] = {}
     communication: dict[int, list[JaxprEqn]] = {}
@@ -593,10 +590,15 @@ def _cut(
     ]
 
 
-def _inline(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], index: Any
-) -> Iterator[Any]:
+def _open(program: Any) -> Jaxpr:
+    """Return a program without constants, which newer versions of JAX keep in it."""
+    return getattr(program, "jaxpr", program)
+
+
+def _inline(program: Any, args: Sequence[Any], index: Any) -> Iterator[Any]:
     """Evaluate a program; inline its calls of functions that have collectives."""
+    jaxpr = _open(program)
+    consts = getattr(program, "consts", ())
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
     for equation in jaxpr.eqns:
@@ -620,7 +622,15 @@ def _inline_equation(
         rows = total.shape[dim] // size
         part = jax.lax.dynamic_slice_in_dim(total, index * rows, rows, dim)
         return [part if is_tiled else jnp.squeeze(part, dim)]
-    if any(map(_communicates, _functions_of(equation))):
+    if name == "new_ref":
+        raise ValueError(
+            "`virtual_replicas` does not support JAX's mutable arrays (`new_ref`). "
+            "Remove them; if a scan makes them, set JAX's `jax_scan3` to False."
+        )
+    functions = list(_functions_of(equation))
+    if name == "call_hi_primitive":
+        return list(_inline(functions[0], operands, index))
+    if any(map(_communicates, functions)):
         if name == "scan" and _params(equation, "length")[0]:
             return _unroll(equation, operands, index)
         function = params.get(_CALLS.get(name, ""))
@@ -630,15 +640,7 @@ def _inline_equation(
                 f"`{name}`, such as by an `all_reduce` in a condition or a loop of "
                 "unknown length. Move it out of them."
             )
-        closed = isinstance(function, ClosedJaxpr)
-        return list(
-            _inline(
-                function.jaxpr if closed else function,
-                function.consts if closed else (),
-                operands,
-                index,
-            )
-        )
+        return list(_inline(function, operands, index))
     if name not in _COLLECTIVES and _uses_axis(equation):
         raise ValueError(
             f"`virtual_replicas` does not support JAX's `{name}`. Use `all_reduce` or "
@@ -651,7 +653,7 @@ def _inline_equation(
 
 def _unroll(equation: JaxprEqn, operands: Sequence[Any], index: Any) -> Sequence[Any]:
     """Inline each iteration of a scan."""
-    length, closed, is_reverse = _params(equation, "length", "jaxpr", "reverse")
+    length, body, is_reverse = _params(equation, "length", "jaxpr", "reverse")
 
     def count_whole(outer: Sequence[Any], inner: Sequence[Any]) -> int:
         """Return the number of values that an iteration does not slice."""
@@ -659,14 +661,14 @@ def _unroll(equation: JaxprEqn, operands: Sequence[Any], index: Any) -> Sequence
         return sum(a.aval.shape == b.aval.shape for a, b in pairs)
 
     # The names of the parameters with these counts differ between versions of JAX.
-    stop = count_whole(equation.invars, closed.jaxpr.invars)
-    first = stop - count_whole(equation.outvars, closed.jaxpr.outvars)
+    stop = count_whole(equation.invars, _open(body).invars)
+    first = stop - count_whole(equation.outvars, _open(body).outvars)
     consts, carry, arrays = operands[:first], operands[first:stop], operands[stop:]
     outputs: list[Sequence[Any]] = [()] * length
     for i in reversed(range(length)) if is_reverse else range(length):
         slices = [array[i] for array in arrays]
         args = [*consts, *carry, *slices]
-        results = list(_inline(closed.jaxpr, closed.consts, args, index))
+        results = list(_inline(body, args, index))
         carry, outputs[i] = results[: len(carry)], results[len(carry) :]
     return [*carry, *map(jnp.stack, zip(*outputs, strict=True))]
 
@@ -688,17 +690,20 @@ def _function(
     equations: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Var]
 ) -> Callable[..., Sequence[Any]]:
     effects = frozenset().union(*[equation.effects for equation in equations])
-    jaxpr = Jaxpr((), inputs, outputs, equations, effects, _DEBUG_INFO)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+    program = Jaxpr((), inputs, outputs, equations, effects, _DEBUG_INFO)
+    if not hasattr(program, "consts"):
+        program = core.ClosedJaxpr(program, ())
+    return core.jaxpr_as_fun(program)
 
 
-def _functions_of(equation: JaxprEqn) -> Iterator[Any]:
-    for value in jax.tree.leaves(
-        list(equation.params.values()),
-        is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr),
-    ):
-        if isinstance(value, ClosedJaxpr | Jaxpr):
-            yield getattr(value, "jaxpr", value)
+def _functions_of(equation: JaxprEqn) -> Iterable[Any]:
+    if equation.primitive.name != "call_hi_primitive":
+        return jaxprs_in_params(equation.params)
+    # With JAX's `jax_remat3` and `jax_custom_vjp3`.
+    (primitive,) = _params(equation, "_prim")
+    shapes = [_shape_of(atom.aval) for atom in equation.invars]
+    args = jax.tree.unflatten(primitive.in_tree, shapes)
+    return [jax.make_jaxpr(primitive.expand)(*args)]
 
 
 def _communicates(jaxpr: Jaxpr) -> bool:

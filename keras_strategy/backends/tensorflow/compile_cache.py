@@ -311,10 +311,7 @@ def _is_replica_scalar(value: Any) -> bool:
 
 
 class RunReductions:
-    """Scalars of `run` that `reduce` combines: the next call does both in one program.
-
-    A collective in a program of its own takes longer than behind those of a step.
-    """
+    """Scalars of `run` that `reduce` combines, in the next call by one program."""
 
     # By code, so that all workers reduce in the same calls, whatever they have traced.
 

@@ -132,11 +132,8 @@ def join_lookups(
 
 
 def _add_shared(total: Any, source_ops: set[str], replicas: int) -> Any:
-    """Add up the replicas' slices of a lookup that does not depend on their rows.
-
-    One device has one slice for each index then, such as a position. The number of
-    slices matters, because Keras's optimizers square each of them.
-    """
+    """Add up the replicas' slices of a lookup that does not depend on their rows."""
+    # One device has one slice for each index, and Keras's optimizers square each slice.
     if source_ops & _OPS_WITH_ROWS:
         return total
     indices, values = total.indices, total.values
