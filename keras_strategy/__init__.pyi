@@ -23,10 +23,9 @@ from keras_strategy.data.distributed_dataset import (
     DistributedDataset,
     DistributedIterator,
 )
-from keras_strategy.data.indexed_dataset import IndexedDataset
 from keras_strategy.data.row_independence import row_independent
-from keras_strategy.data.sharding_policy import files
-from keras_strategy.data.splitting import predict
+from keras_strategy.data.sources.indexed import IndexedDataset
+from keras_strategy.data.splitting import files, predict
 from keras_strategy.keras_patches.fingerprint import Fingerprint, fingerprint
 from keras_strategy.keras_patches.saving import CheckpointManager
 from keras_strategy.local_workers import launch

@@ -19,7 +19,8 @@ PACKAGE = ROOT / "keras_strategy"
 # What other libraries call so too, by the file that reaches it there.
 OF_OTHERS = {
     # The sources of a `tf.data.Dataset`, and where a slice of grain's begins.
-    "data/sharding_policy.py": {"_inputs", "_start"},
+    "data/sources/tf_data.py": {"_inputs"},
+    "data/sources/grain.py": {"_start"},
 }
 _BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"}
 

@@ -457,9 +457,9 @@ class Engine(Protocol):
         options: "InputOptions | None",
     ) -> Any:
         """Return a `DistributedDataset` of this backend's own input pipeline."""
-        # `datasets` is one dataset, or one for each replica. With `split` its elements
-        # are global batches to split by rows; without, the replicas take elements in
-        # turn. The result is None if a dataset is not of this backend.
+        # `datasets` is one `tf.data.Dataset`, or one for each replica. With `split` its
+        # elements are global batches to split by rows; without, the replicas take
+        # elements in turn. The result is None if this backend does not read them.
 
     def checkpoints(self, thing: Any, folder: Any, cluster: "Cluster | None") -> Any:
         """Return a handler of this backend's checkpoints, or None."""

@@ -12,7 +12,7 @@ from keras_strategy.core import context
 from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import BatchRows
-from keras_strategy.data.sources import SourceStates
+from keras_strategy.data.prefetch import SourceStates
 from keras_strategy.errors import WorkersDifferError
 from keras_strategy.values import PerReplica
 

@@ -1,8 +1,9 @@
 """Construction of distributed datasets: each replica's part of the user's data."""
 
 import functools
+import glob
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,21 +16,16 @@ from keras_strategy.core import context
 from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import BatchRows, LocalRows
-from keras_strategy.data import sources, worker_batches
+from keras_strategy.data import worker_batches
 from keras_strategy.data.distributed_dataset import (
     DistributedDataset,
     EvenParts,
     ReplicaParts,
     place_element,
 )
-from keras_strategy.data.indexed_dataset import IndexedDataset, local_rows_start
-from keras_strategy.data.sharding_policy import per_worker_policy, shard_for_worker
-from keras_strategy.data.sources import (
-    OneShotReader,
-    Prefetcher,
-    SourceStates,
-    copy_batch,
-)
+from keras_strategy.data.prefetch import Prefetcher, SourceStates, copy_batch
+from keras_strategy.data.sources.iterable import as_array
+from keras_strategy.data.sources.kinds import find_source, source_of
 from keras_strategy.errors import WorkerInputError
 from keras_strategy.options import InputContext, InputOptions, InputReplicationMode
 from keras_strategy.training.ownership import strategy_of_model
@@ -40,6 +36,9 @@ _BATCH_FIRST = (
     "The elements must be batches. If they are single rows, batch them first, with "
     "`dataset.batch(global_batch_size)` or the like."
 )
+
+
+_NO_OPTIONS = InputOptions(experimental_per_replica_buffer_size=0)
 
 
 @dataclass
@@ -53,8 +52,8 @@ class BatchesForKeras:
     once: bool
     # True if each worker has its own batches, which concatenate to the global ones.
     per_worker: bool
-    # The user's dataset, if it gives exactly these batches.
-    dataset: Any
+    # The user's `tf.data.Dataset`, if it gives exactly these batches.
+    tf_dataset: Any
     # How many to prefetch.
     depth: int
     # True if they end with the first worker that has no more.
@@ -66,11 +65,9 @@ def distribute(
 ) -> DistributedDataset:
     """Implement `Strategy.experimental_distribute_dataset`."""
     argument = "Argument `dataset`"
-    _check_call(strategy, "experimental_distribute_dataset", options)
-    _check_not_distributed(dataset, argument)
-    if options and (
-        options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
-    ):
+    chosen = _check_call(strategy, "experimental_distribute_dataset", options)
+    source, local_rows = source_of(dataset, argument), None
+    if chosen.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise NotImplementedError(
             "InputReplicationMode.PER_REPLICA is for "
             "`distribute_datasets_from_function`: a dataset of global batches is read "
@@ -79,20 +76,17 @@ def distribute(
     cluster = strategy.extended.cluster
     per_worker = False
     if cluster is not None:
-        policy = per_worker_policy(dataset, options, cluster)
+        policy = source.per_worker_policy(chosen.auto_shard_policy, cluster)
+        per_worker = policy is not None
         if policy is not None:
-            per_worker, dataset = True, shard_for_worker(dataset, policy, cluster)
-    start, local_start = sources.batches_of(dataset, argument), None
-    if cluster is not None and not per_worker:
-        bounds = functools.partial(local_bounds, strategy.extended.topology)
-        local_start = local_rows_start(dataset, bounds)
-        if local_start is None:
-            worker_batches.warn_once(cluster, worker_batches.FULL_READS)
-    start = local_start or start
-    number = sources.number_of_batches(dataset)
-    depth = _configure_prefetch([start], [dataset], options)
-    if local_start is not None and not isinstance(dataset, IndexedDataset):
-        depth = 0  # a DataLoader has `num_workers`, and observes random draws
+            source = source.shard(policy, cluster)
+        else:
+            bounds = functools.partial(local_bounds, strategy.extended.topology)
+            local_rows = source.local_rows(bounds)
+            if local_rows is None:
+                worker_batches.warn_once(cluster, worker_batches.FULL_READS)
+    tf_dataset, source = source.tf_dataset, local_rows or source
+    depth = source.start_prefetch(chosen.experimental_per_replica_buffer_size)
     replicas = strategy.num_replicas_in_sync
     local = strategy.extended.topology.local_replicas
     if per_worker:
@@ -102,19 +96,22 @@ def distribute(
         (batches,) = iterators
         return (_split(b, replicas, local, argument, per_worker) for b in batches)
 
-    once = isinstance(start, OneShotReader)
-    shortest = options is not None and options.end_with_first_worker
-    batches = BatchesForKeras(start, number, once, per_worker, dataset, depth, shortest)
-    result = None
-    if not per_worker and local_start is None:
+    batches = BatchesForKeras(
+        source.batches,
+        source.count(),
+        source.once,
+        per_worker,
+        tf_dataset,
+        depth,
+        chosen.end_with_first_worker,
+    )
+    result, is_global_tf = None, tf_dataset is not None and not per_worker
+    if is_global_tf:
         result = get_engine().distribute_natively(strategy, [dataset], True, options)
     if result is None:
-        states = SourceStates([dataset], [start])
-        result = _read_sources(strategy, states, split, batches, options)
-    is_global = local_start is not None or (
-        sources.is_tf_dataset(dataset) and not per_worker
-    )
-    result._global_batches = dataset if is_global else batches
+        states = SourceStates([source])
+        result = _read_sources(strategy, states, split, batches, chosen)
+    result._global_batches = dataset if local_rows or is_global_tf else batches
     return result
 
 
@@ -130,15 +127,13 @@ def distribute_from_function(
             f"a dataset. Received: dataset_fn={dataset_fn!r} of type "
             f"{type(dataset_fn).__name__}"
         )
-    _check_call(strategy, "distribute_datasets_from_function", options)
+    chosen = _check_call(strategy, "distribute_datasets_from_function", options)
     replicas = strategy.num_replicas_in_sync
     cluster = strategy.extended.cluster
     local = strategy.extended.topology.local_replicas
     # How many batches of each dataset make up an element.
     turns = len(local)
-    if options is not None and (
-        options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
-    ):
+    if chosen.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         turns, pipelines, local_pipelines = 1, replicas, list(local)
     elif cluster is None:
         pipelines, local_pipelines = 1, [0]
@@ -148,17 +143,17 @@ def distribute_from_function(
         dataset_fn(InputContext(pipelines, i, replicas)) for i in local_pipelines
     ]
     argument = "The return value of `dataset_fn`"
-    for dataset in datasets:
-        _check_not_distributed(dataset, argument)
-    starts = [sources.batches_of(dataset, argument) for dataset in datasets]
-    result = get_engine().distribute_natively(strategy, datasets, False, options)
-    partial = not all(map(sources.has_fixed_shapes, datasets))
+    sources = [source_of(dataset, argument) for dataset in datasets]
+    result = None
+    if all(source.tf_dataset is not None for source in sources):
+        result = get_engine().distribute_natively(strategy, datasets, False, options)
+    partial = not all(source.has_fixed_shapes for source in sources)
 
     def local_rounds(iterators):
         return worker_batches.assemble_rounds(iterators * turns, partial, argument)
 
-    number = None
-    counts = [sources.number_of_batches(dataset) for dataset in datasets]
+    number, buffer = None, chosen.experimental_per_replica_buffer_size
+    counts = [source.count() for source in sources]
     known = [count for count in counts if count is not None]
     if len(known) == len(counts):
         batches = max(known) + turns - 1 if partial else min(known)
@@ -166,20 +161,18 @@ def distribute_from_function(
     batches = BatchesForKeras(
         lambda: (
             parts.placed(_concatenate)
-            for parts in local_rounds([start() for start in starts])
+            for parts in local_rounds([source.batches() for source in sources])
         ),
         number,
-        any(isinstance(start, OneShotReader) for start in starts),
+        any(source.once for source in sources),
         cluster is not None,
-        datasets[0] if len(local) == 1 else None,
-        _configure_prefetch(starts, datasets, options),
-        options is not None and options.end_with_first_worker,
+        sources[0].tf_dataset if len(local) == 1 else None,
+        min([source.start_prefetch(buffer) for source in sources]),
+        chosen.end_with_first_worker,
     )
     if result is None:
-        states = SourceStates(datasets, starts, turns)
-        result = _read_sources(
-            strategy, states, local_rounds, batches, options, partial
-        )
+        states = SourceStates(sources, turns)
+        result = _read_sources(strategy, states, local_rounds, batches, chosen, partial)
     result._global_batches = batches
     return result
 
@@ -189,15 +182,13 @@ def _read_sources(
     states: SourceStates,
     to_parts: Callable[[list[Any]], Iterator[Any]],
     batches: BatchesForKeras,
-    options: InputOptions | None,
+    options: InputOptions,
     partial: bool = True,
 ) -> DistributedDataset:
     """Return a dataset of the elements that `to_parts` makes of what sources give."""
     cluster, pauses = strategy.extended.cluster, list(filter(None, [batches.number]))
     # Several workers first have to agree that each of them has a batch.
-    to_devices = cluster is None and (
-        options is None or options.experimental_fetch_to_device
-    )
+    to_devices = cluster is None and options.experimental_fetch_to_device
 
     def prefetch(elements: Iterator[Any]) -> Iterator[Any]:
         if batches.depth == 0:
@@ -260,7 +251,50 @@ def _is_per_worker(batches: Any) -> bool:
 
 
 def _has_per_worker_policy(dataset: Any, cluster: Cluster | None) -> bool:
-    return cluster is not None and bool(per_worker_policy(dataset, None, cluster))
+    if cluster is None:
+        return False
+    policy = _NO_OPTIONS.auto_shard_policy
+    return find_source(dataset).per_worker_policy(policy, cluster) is not None
+
+
+def files(
+    pattern: str | Iterable[str], input_context: InputContext | None = None
+) -> list[str]:
+    """Return the files that this worker is to read: every N-th of the sorted names.
+
+    Args:
+        pattern: A pattern for `glob.glob`, with `**` for all directories below, or the
+            names themselves.
+        input_context: The argument of a dataset function. Without one, the files are
+            those for this worker in the current strategy.
+
+    Raises:
+        ValueError: If there are fewer files than workers: one would have nothing to
+            read.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    context = ks.InputContext(num_input_pipelines=2, input_pipeline_id=1)
+    assert ks.files(["c.csv", "a.csv", "b.csv"], context) == ["b.csv"]
+    ```
+    """
+    by_pattern = isinstance(pattern, str)
+    names = sorted(glob.glob(pattern, recursive=True) if by_pattern else pattern)
+    if input_context is None:
+        cluster = context.get_strategy().extended.cluster
+        size, rank = (1, 0) if cluster is None else (cluster.size, cluster.rank)
+    else:
+        size = input_context.num_input_pipelines
+        rank = input_context.input_pipeline_id
+    if len(names) < size:
+        raise ValueError(
+            f"Each of the {size} workers must have at least one file to read. "
+            f"Received: pattern={pattern!r}, of {len(names)} files"
+        )
+    return names[rank::size]
 
 
 def predict(model: keras.Model, x: Any, gather: bool = False, **kwargs: Any) -> Any:
@@ -314,40 +348,14 @@ def predict(model: keras.Model, x: Any, gather: bool = False, **kwargs: Any) -> 
         return tree.map_structure(gather_rows, predictions)
 
 
-def _configure_prefetch(
-    starts: Sequence[Any], datasets: Sequence[Any], options: InputOptions | None
-) -> int:
-    """Return how many batches to prefetch."""
-    # An `IndexedDataset` sets it, since its rows are the same whenever they are read.
-    # Any other Python code is prefetched only if options request it. `tf.data`, and
-    # loaders with their own threads or processes, prefetch by themselves; arrays need
-    # none.
-    requested = 0 if options is None else options.experimental_per_replica_buffer_size
-    depth = min(
-        dataset.prefetch if isinstance(dataset, IndexedDataset) else requested
-        for dataset in datasets
-    )
-    one_shot = [start for start in starts if isinstance(start, OneShotReader)]
-    for start in one_shot:
-        start.prefetch(depth)
-    return 0 if one_shot else depth
-
-
-def _check_call(strategy: Strategy, method: str, options: Any) -> None:
+def _check_call(strategy: Strategy, method: str, options: Any) -> InputOptions:
     context.require_cross_replica(strategy, method)
     if options is not None and not isinstance(options, InputOptions):
         raise TypeError(
             "Argument `options` must be a `keras_strategy.InputOptions` or None. "
             f"Received: options={options!r} of type {type(options).__name__}"
         )
-
-
-def _check_not_distributed(dataset: Any, argument: str) -> None:
-    if isinstance(dataset, DistributedDataset):
-        raise ValueError(
-            f"{argument} has been distributed already. Iterate over it as it is. "
-            f"Received: {dataset!r}"
-        )
+    return _NO_OPTIONS if options is None else options
 
 
 def _split(
@@ -357,7 +365,7 @@ def _split(
     # Equal parts are sliced when they are placed, unless `slice_now` is set.
     local_rows = batch if isinstance(batch, LocalRows) else None
     batch = batch if local_rows is None else local_rows.batch
-    arrays = [sources.as_array(leaf, argument) for leaf in tree.flatten(batch)]
+    arrays = [as_array(leaf, argument) for leaf in tree.flatten(batch)]
     try:
         rows, first = count_array_rows(arrays), 0
     except ValueError as error:

@@ -12,6 +12,7 @@ so that the exchange overlaps with compute.
 import functools
 import itertools
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,13 @@ from typing import Any
 from keras import tree
 
 from keras_strategy.cluster.membership import Cluster
-from keras_strategy.core.step_state import BatchRows, LocalRows
+from keras_strategy.core.step_state import BatchRows, Bounds, LocalRows, map_rows
 from keras_strategy.data.distributed_dataset import ReplicaParts
-from keras_strategy.data.sources import as_array
+from keras_strategy.data.row_independence import is_declared_independent
+from keras_strategy.data.sources.iterable import as_array
 from keras_strategy.errors import WorkerInputError, WorkerReadError, logger
 from keras_strategy.training import consistency
-from keras_strategy.training.row_weights import split_rows
+from keras_strategy.training.row_weights import rows_to_read, split_rows
 from keras_strategy.training.train_step import count_rows
 
 _SAME_ROWS = (
@@ -274,6 +276,19 @@ def digest_of(batch: Any) -> str:
     """Return a digest of a batch's first rows: only dashes if there can be none."""
     leaves = tree.flatten(batch)
     return "-".join(consistency.rows_digest(leaf)[:8] for leaf in leaves)
+
+
+def make_local_rows(
+    batch: Any, rows: Any, bounds: Bounds, has_all: bool, source: Any
+) -> LocalRows:
+    """Return this worker's rows of a batch, of which it has read all or its own."""
+    digest = ""
+    if has_all:
+        digest = "" if is_declared_independent(source) else digest_of(batch)
+        first, end = rows_to_read(bounds)
+        batch = map_rows(lambda leaf: leaf[first:end], batch)
+    checksum = zlib.crc32(repr(list(rows)).encode())
+    return LocalRows(batch, bounds, len(rows), checksum, digest=digest)
 
 
 def synchronize_rounds(

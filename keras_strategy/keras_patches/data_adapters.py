@@ -18,19 +18,11 @@ from keras import tree
 
 from keras_strategy.core.registry import get_engine
 from keras_strategy.core.step_state import LocalRows, override
-from keras_strategy.data import indexed_dataset, splitting
-from keras_strategy.data.indexed_dataset import (
-    IndexedDataset,
-    IndexedRowReader,
-    has_independent_rows,
-)
-from keras_strategy.data.sources import (
-    PrefetchedBatches,
-    Scope,
-    as_array,
-    copy_batch,
-    is_tf_dataset,
-)
+from keras_strategy.data import splitting
+from keras_strategy.data.prefetch import Prefetcher, Scope, copy_batch
+from keras_strategy.data.sources.iterable import as_array
+from keras_strategy.data.sources.kinds import find_source
+from keras_strategy.data.sources.torch_loader import loader_with_rows
 from keras_strategy.data.worker_batches import PerWorkerBatches, SynchronizedBatches
 from keras_strategy.keras_patches.patch import find_module, hook
 from keras_strategy.training.row_weights import LocalBoundsFn, rows_to_read
@@ -135,9 +127,7 @@ def _get_iterator(original, self):
     dataset = self.py_dataset
     if isinstance(dataset, _SkippingDataset):
         dataset = dataset.dataset
-    if not isinstance(dataset, IndexedDataset):
-        return original(self)
-    return dataset.iterate_in_epoch_order(original(self))
+    return find_source(dataset).in_order(original(self))
 
 
 def for_keras(argument: Any, strategy: Any, method: str) -> Any:
@@ -147,7 +137,7 @@ def for_keras(argument: Any, strategy: Any, method: str) -> Any:
         return _Batches(data)
     if strategy is None or strategy.extended.cluster is None:
         return data
-    return indexed_dataset.loader_with_rows(data)
+    return loader_with_rows(data)
 
 
 def array_batch_counts(adapter: Any) -> list[Any] | None:
@@ -170,16 +160,13 @@ def read_local_rows(
         if any(isinstance(leaf, _NOT_DENSE) for leaf in tree.flatten(arrays)):
             return None
         return RowsOfArrays(adapter, arrays, local_bounds, batches_of)
+    shuffle = weigh = data = None
     if isinstance(adapter, keras_adapters.TorchDataLoaderAdapter):
-        loader = adapter.get_torch_dataloader()  # the user's loader on every backend
-        if indexed_dataset.is_loader_with_rows(loader):
-            return indexed_dataset.LoaderRowReader(loader, local_bounds)
-    dataset = getattr(adapter, "py_dataset", None)
-    if isinstance(dataset, IndexedDataset) and has_independent_rows(dataset):
+        data = adapter.get_torch_dataloader()  # the user's loader on every backend
+    elif isinstance(adapter, keras_adapters.PyDatasetAdapter):
+        data, weigh = adapter.py_dataset, adapter._standardize_batch  # `class_weight`
         shuffle = functools.partial(_shuffle, adapter) if adapter.shuffle else None
-        weigh = adapter._standardize_batch  # by `class_weight`
-        return IndexedRowReader(dataset, local_bounds, shuffle, weigh)
-    return None
+    return find_source(data).row_reader(local_bounds, shuffle, weigh)
 
 
 def _shuffle(adapter: Any, indices: list[int]) -> None:
@@ -193,16 +180,15 @@ def read_ahead(
 ) -> Iterable[Any]:
     """Return what a Keras loop reads, prefetched where this has no visible effect."""
     adapter = iterator.data_adapter
-    dataset = getattr(adapter, "py_dataset", None)
     depth = 0
     if isinstance(adapter, _Batches):
         depth = adapter.data.depth
-    elif isinstance(dataset, IndexedDataset) and adapter.enqueuer is None:
-        depth = dataset.prefetch
+    elif getattr(adapter, "enqueuer", None) is None:
+        depth = find_source(getattr(adapter, "py_dataset", None)).start_prefetch(0)
     if depth == 0:
         return batches
     pauses = [n for n in (iterator.steps_per_epoch, adapter.num_batches) if n]
-    return PrefetchedBatches(batches, depth, pauses, scope)
+    return Prefetcher(iter(batches), depth, pauses, scope)
 
 
 def has_local_batches(iterator: Any) -> bool:
@@ -226,9 +212,14 @@ def synchronize(
     elements = batches if elements is None else elements
     if isinstance(iterator.data_adapter, keras_adapters.ArrayDataAdapter):
         return elements  # the workers have compared their arrays
-    pauses = _prefetch_pauses(iterator, batches)
-    warn_full_reads = not is_building(iterator)
-    return SynchronizedBatches(elements, cluster, pauses, warn_full_reads)
+    steps = _steps_of_epoch(iterator)
+    is_tf = isinstance(iterator.data_adapter, keras_adapters.TFDatasetAdapter)
+
+    def pauses(num_read: int) -> bool:
+        at_end = bool(steps) and num_read % steps == 0
+        return at_end or not getattr(batches, "can_read_ahead", is_tf)
+
+    return SynchronizedBatches(elements, cluster, pauses, not is_building(iterator))
 
 
 def _steps_of_epoch(iterator: Any) -> int | None:
@@ -236,22 +227,6 @@ def _steps_of_epoch(iterator: Any) -> int | None:
     if is_building(iterator):
         return 1
     return iterator.steps_per_epoch or iterator.data_adapter.num_batches
-
-
-def _prefetch_pauses(iterator: Any, batches: Any) -> Callable[[int], bool]:
-    """Return a function that is True for batch counts at which prefetching pauses."""
-    steps = _steps_of_epoch(iterator)
-    ahead = isinstance(batches, PrefetchedBatches)
-    ahead = ahead or isinstance(iterator.data_adapter, keras_adapters.TFDatasetAdapter)
-
-    def pauses(num_read: int) -> bool:
-        if steps and num_read % steps == 0:
-            return True
-        if isinstance(batches, indexed_dataset.LoaderRowReader):
-            return batches.sampler.reads_all  # reading may draw random numbers
-        return not ahead
-
-    return pauses
 
 
 _BUILDS = "_ks_builds"
@@ -366,10 +341,9 @@ class _Batches(keras_adapters.GeneratorDataAdapter):
         return list(map(self._weighted, self._first))
 
     def get_tf_dataset(self):
-        if self.data.per_worker and is_tf_dataset(self.data.dataset):
-            adapter = keras_adapters.TFDatasetAdapter(
-                self.data.dataset, self.class_weight
-            )
+        dataset = self.data.tf_dataset
+        if self.data.per_worker and dataset is not None:
+            adapter = keras_adapters.TFDatasetAdapter(dataset, self.class_weight)
             return adapter.get_tf_dataset()
         return super().get_tf_dataset()
 

@@ -20,13 +20,9 @@ from keras import ops
 from keras_strategy.core.context import get_strategy
 from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
-from keras_strategy.keras_patches import (
-    consistency,
-    data_adapters,
-    dataset_state,
-    saving,
-)
-from keras_strategy.keras_patches.dataset_state import DataState, TfDataState
+from keras_strategy.data.sources.iterable import FitState, has_state_dict
+from keras_strategy.data.sources.kinds import find_source
+from keras_strategy.keras_patches import consistency, data_adapters, saving
 from keras_strategy.keras_patches.fingerprint import fingerprint, fingerprint_of_arrays
 from keras_strategy.keras_patches.patch import find_module, hook
 from keras_strategy.keras_patches.variables_optimizers import variables_of
@@ -56,7 +52,7 @@ _BEST_WEIGHTS = "best_weights"
 
 def _counter_names(callback: Any) -> tuple[str, ...] | None:
     """Return the attributes a callback counts with; none if it is stateful itself."""
-    if dataset_state.has_state_dict(callback):
+    if has_state_dict(callback):
         return ()
     for kind, names in _COUNTERS.items():
         if isinstance(callback, kind):
@@ -195,7 +191,7 @@ def back_up_fit(
     (backup,) = found
     # Backups at the end of an epoch need no state within it.
     each_batch = backup.save_freq != "epoch" or backup.saves_on_demand
-    data = dataset_state.dataset_state_of(arguments.get("x"), each_batch)
+    data = find_source(arguments.get("x")).fit_state(each_batch)
     fit = ResumableFit(strategy, model, backup, data, callbacks)
     saver = backup.saver(fit)
     callbacks.append(saver)
@@ -224,7 +220,7 @@ class ResumableFit:
         strategy: Strategy,
         model: keras.Model,
         backup: BackupAndRestore,
-        data: DataState | TfDataState | None,
+        data: FitState | None,
         callbacks: list[Any],
     ):
         self._strategy, self._model, self._backup = strategy, model, backup
@@ -265,10 +261,10 @@ class ResumableFit:
         saving.assign_seed(found)
         resume.set_random_state(position.now)
         states = facts["data"]
-        self._saved_data = dataset_state.state_of_this_worker(states, self.cluster)
+        self._saved_data = resume.state_of_this_worker(states, self.cluster)
         differs = facts["engine"] != get_engine().name
         differs |= (len(states) == 1) != (self.cluster is None)
-        if differs and self._saved_data and isinstance(self._data, TfDataState):
+        if differs and self._saved_data and self._data is not None:
             self._data.warn_other_reads()
 
     def _check_fingerprint(self, found: BackupContents) -> None:

@@ -11,7 +11,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_strategy.keras_patches import consistency, dataset_state
+from keras_strategy.data.sources.iterable import has_state_dict
+from keras_strategy.keras_patches import consistency
 from keras_strategy.keras_patches.internals import global_state
 from keras_strategy.keras_patches.patch import find_module, hook, model_on_workers
 from keras_strategy.keras_patches.random import global_generator, keras_seeds
@@ -24,6 +25,7 @@ from keras_strategy.training.resume import (
     encode,
     get_random_state,
     set_random_state,
+    state_of_this_worker,
 )
 from keras_strategy.training.saving import (
     atomic_write_path,
@@ -256,7 +258,7 @@ class CheckpointManager:
         self._data = {
             name: thing
             for name, thing in things.items()
-            if not isinstance(thing, types) and dataset_state.has_state_dict(thing)
+            if not isinstance(thing, types) and has_state_dict(thing)
         }
         self._things = {n: things[n] for n in things if n not in self._data}
         for name, thing in self._things.items():
@@ -289,7 +291,7 @@ class CheckpointManager:
             return 0
         assign_variables(self._strategy, found, self._variables())
         assign_seed(found)
-        state = dataset_state.state_of_this_worker(found.facts["data"], self._cluster)
+        state = state_of_this_worker(found.facts["data"], self._cluster)
         for name, data in self._data.items():
             data.load_state_dict(decode(state[name]))
         set_random_state(found.facts["random"])

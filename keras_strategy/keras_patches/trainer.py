@@ -14,7 +14,7 @@ import numpy as np
 from keras_strategy.core import context
 from keras_strategy.core.per_replica_attributes import setattr_hooks
 from keras_strategy.core.registry import get_engine
-from keras_strategy.data.sources import prefetch_disabled, stop_prefetchers_on_exit
+from keras_strategy.data.prefetch import prefetch_disabled, stop_prefetchers_on_exit
 from keras_strategy.keras_patches import consistency as mirror_consistency
 from keras_strategy.keras_patches import data_adapters
 from keras_strategy.keras_patches.fingerprint import write_report_if_requested

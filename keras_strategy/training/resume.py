@@ -75,6 +75,20 @@ def decode(value: Any) -> Any:
     return array[()] if kind == "number" else array
 
 
+def state_of_this_worker(states: list[Any], cluster: Cluster | None) -> Any:
+    """Return this worker's dataset state, from those of the workers of a backup."""
+    if all(state == states[0] for state in states):
+        return states[0]
+    workers = 1 if cluster is None else cluster.size
+    if len(states) != workers:
+        raise ValueError(
+            "Each worker's dataset had a different state, so the training must resume "
+            "with the same number of workers. Received: "
+            f"{workers} workers, but the backup was written by {len(states)}."
+        )
+    return states[0 if cluster is None else cluster.rank]
+
+
 def sync_random_states(cluster: Cluster, digests: Sequence[str] | None = None) -> None:
     """Set the generators to the chief's; `digests` are exchanged if not given."""
     operation = "the comparison of random states"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.data.indexed_dataset import IndexedRowReader
+from keras_strategy.data.sources.indexed import IndexedRowReader
 
 X = np.arange(10, dtype="float32").reshape(5, 2)
 

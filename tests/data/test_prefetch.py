@@ -9,7 +9,7 @@ import pytest
 
 import keras_strategy as ks
 from conformance.compare import largest, scope
-from keras_strategy.data.sources import (
+from keras_strategy.data.prefetch import (
     Prefetcher,
     prefetch_disabled,
     stop_prefetchers_on_exit,

@@ -146,7 +146,7 @@ def test_declared_rows_are_watched_for_process_wide_numbers_only():
 
 def test_rows_read_together_are_not_independent():
     data = pytest.importorskip("torch.utils.data")
-    from keras_strategy.data.indexed_dataset import loader_with_rows
+    from keras_strategy.data.sources.torch_loader import loader_with_rows
 
     class Fetched(data.Dataset):
         def __len__(self):
@@ -174,7 +174,7 @@ def test_rows_read_together_are_not_independent():
 def test_copy_of_loader_yields_the_same_batches():
     torch = pytest.importorskip("torch")
     assert "torch" in sys.modules
-    from keras_strategy.data.indexed_dataset import loader_with_rows
+    from keras_strategy.data.sources.torch_loader import loader_with_rows
 
     def read(wrap):
         torch.manual_seed(3)

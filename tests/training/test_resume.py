@@ -10,13 +10,13 @@ import pytest
 
 import keras_strategy as ks
 from conformance.compare import largest
-from keras_strategy.keras_patches.dataset_state import state_of_this_worker
 from keras_strategy.training.checkpoint import BackupFolder
 from keras_strategy.training.resume import (
     decode,
     encode,
     get_random_state,
     set_random_state,
+    state_of_this_worker,
 )
 from tests.training.shared import SharedModels
 

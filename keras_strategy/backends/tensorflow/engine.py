@@ -303,8 +303,6 @@ class TensorFlowEngine(Engine):
         split: bool,
         options: InputOptions | None,
     ) -> DistributedDataset | None:
-        if not all(isinstance(dataset, tf.data.Dataset) for dataset in datasets):
-            return None
         if strategy.extended.cluster is not None and not split:
             return None
         return distribute(strategy, datasets, split, options)

@@ -24,7 +24,7 @@ from keras_strategy.backends.torch.sharding import (
     unit_of,
 )
 from keras_strategy.core.context import distributed_replica
-from keras_strategy.data.indexed_dataset import LoaderRowReader
+from keras_strategy.data.sources.indexed import IndexedRowReader
 from keras_strategy.keras_patches import data_adapters
 from keras_strategy.keras_patches.internals import (
     current_stateless_scope,
@@ -227,9 +227,7 @@ def _get_iterator(original, strategy, self):
             functools.partial(local_bounds, strategy.extended.topology),
             _HostBatches,
         )
-        if batches is not None and not isinstance(
-            batches, LoaderRowReader | data_adapters.RowsOfArrays
-        ):
+        if isinstance(batches, IndexedRowReader):
             # torch's generator advances as by Keras's own loader.
             batches = DataLoader(
                 _Stream(batches), batch_size=None, collate_fn=lambda batch: batch
@@ -249,14 +247,10 @@ class _HostBatches:
         batches = iter(self._batches)
 
         def read():
-            while True:
-                with keras.device("cpu"):
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                yield batch
+            with keras.device("cpu"):
+                return next(batches, None)
 
-        return read()
+        return iter(read, None)
 
 
 class _Stream(IterableDataset):

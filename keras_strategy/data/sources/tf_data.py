@@ -1,16 +1,10 @@
-"""Dataset state: where the user's data is, recorded while Keras's loop reads it.
-
-Two protocols are supported: data with `state_dict()` and `load_state_dict(state)`, such
-as torchdata's StatefulDataLoader, and data whose iterator has `get_state()` and
-`set_state(state)`, such as grain's datasets. Keras and the backends may read ahead, so
-the state is recorded after each batch and kept until the step count is known.
+"""Sources of `tf.data.Dataset`: their shards of files, and their state in `fit`.
 
 A `tf.data.Dataset` has only a checkpointable iterator. It is saved when it is new and
 holds no rows: its shuffle seeds are drawn by then, and resuming reads up to the saved
 batch. Later passes follow from it if the shuffle has the same seeds.
 """
 
-import collections
 import contextlib
 import hashlib
 import itertools
@@ -18,11 +12,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import keras
+from keras import tree
 
 from keras_strategy.cluster.membership import Cluster
-from keras_strategy.data.sources import is_tf_dataset
+from keras_strategy.data.sources.iterable import FitState, Shard, Source, replaced_iter
 from keras_strategy.errors import logger
+from keras_strategy.options import AutoShardPolicy
 from keras_strategy.training.resume import decode, encode
 
 _SEED_HELP = (
@@ -38,8 +33,81 @@ State = dict[str, Any]
 _folder_ids = itertools.count()
 
 
-class TfDataState:
-    """State of the `tf.data.Dataset` of one `fit`; same methods as `DataState`."""
+class TfDataSource(Source):
+    """A `tf.data.Dataset`."""
+
+    tf_dataset = property(lambda self: self.data)
+
+    def batches(self, first: int = 0) -> Iterator[Any]:
+        return iter(self.data.as_numpy_iterator())
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        specs = tree.flatten(self.data.element_spec)
+        shapes = [getattr(spec, "shape", None) for spec in specs]
+        return all(shape is not None and shape.is_fully_defined() for shape in shapes)
+
+    @property
+    def policy(self) -> AutoShardPolicy:
+        policy = self.data.options().experimental_distribute.auto_shard_policy
+        return AutoShardPolicy[getattr(policy, "name", "AUTO")]
+
+    def declared_shards(self) -> Iterator[Shard]:
+        return _shards(self.data)
+
+    def shard(self, policy: AutoShardPolicy, cluster: Cluster) -> Source:
+        """Shard global batches as native tf.distribute does."""
+        if policy is AutoShardPolicy.OFF:
+            return self
+        tf: Any = sys.modules["tensorflow"]
+        flat = tf.nest.flatten(self.data.element_spec)
+        if not all(isinstance(spec, tf.TensorSpec) for spec in flat):
+            raise ValueError(
+                f"AutoShardPolicy.{policy.name} is for datasets of dense tensors. "
+                "Shard this one with `dataset.shard`, and use AutoShardPolicy.OFF. "
+                f"Received: element_spec={self.data.element_spec}"
+            )
+        layout: dict[str, Any] = {
+            "output_types": [spec.dtype for spec in flat],
+            "output_shapes": [spec.shape for spec in flat],
+        }
+        native = tf.data.experimental.AutoShardPolicy[policy.name]
+        variant = tf.raw_ops.AutoShardDataset(
+            input_dataset=tf.data.experimental.to_variant(self.data),
+            num_workers=cluster.size,
+            index=cluster.rank,
+            auto_shard_policy=native.value,
+            num_replicas=cluster.size,
+            **layout,
+        )
+        # Batches of an unknown number of rows keep it.
+        layout["output_shapes"] = [[None, *spec.shape[1:]] for spec in flat]
+        variant = tf.raw_ops.RebatchDataset(
+            input_dataset=variant, num_replicas=cluster.size, **layout
+        )
+        spec = tf.nest.map_structure(
+            lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype),
+            self.data.element_spec,
+        )
+        shard = tf.data.experimental.from_variant(variant, spec)
+        shard = shard.filter(lambda *batch: tf.shape(tf.nest.flatten(batch)[0])[0] > 0)
+        return TfDataSource(shard)
+
+    def fit_state(self, each_batch: bool) -> "TfFitState":
+        return TfFitState(self.data)
+
+
+def _shards(dataset: Any) -> Iterator[Shard]:
+    if type(dataset).__name__ == "_ShardDataset":
+        shard = [int(dataset._num_shards), int(dataset._index)]
+        if min(shard) >= 0:  # negative: a hint
+            yield shard
+    for source in dataset._inputs():
+        yield from _shards(source)
+
+
+class TfFitState(FitState):
+    """State of the `tf.data.Dataset` of one `fit`."""
 
     def __init__(self, data: Any):
         self._data, self._cls = data, type(data)
@@ -99,7 +167,7 @@ class TfDataState:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        with _overridden_iter(self._data, lambda data: self._iterate()):
+        with replaced_iter(self._data, lambda data, cls: self._iterate()):
             yield
             self._warn_if_unused()
 
@@ -160,133 +228,3 @@ def _in_memory_folder() -> Iterator[tuple[Any, str]]:
         yield tf, folder
     finally:
         tf.io.gfile.rmtree(folder)
-
-
-# Upper bound on batches that are read ahead.
-_MAX_PREFETCHED = 256
-
-
-class DataState:
-    """State of the data of one `fit`; within an epoch, too, if `each_batch` is True."""
-
-    def __init__(self, data: Any, each_batch: bool):
-        self._data = data
-        self._each_batch = each_batch
-        self._has_state_dict = has_state_dict(data)
-        self._is_indexed = isinstance(data, keras.utils.PyDataset)
-        self._start_state: Any = None
-        self._states: collections.deque[tuple[int, Any]] = collections.deque(
-            maxlen=_MAX_PREFETCHED
-        )
-        self._pending: tuple[int, Any] | None = None
-
-    def start_pass(self, continues: bool) -> None:
-        """Record that the loop starts to read; `continues` if it continues a pass."""
-        if self._has_state_dict:
-            self._start_state = encode(self._data.state_dict())
-
-    def state_at(self, read: int, continues: bool) -> list[Any] | None:
-        """Return `[number, state]` for `restore` after `read` batches, or None."""
-        if self._is_indexed or (self._has_state_dict and not read):
-            return [0, self._start_state if read else encode(self._data.state_dict())]
-        states = dict(self._states)
-        return [read, states[read]] if read in states else None
-
-    def restore(self, saved: list[Any] | None) -> int:
-        """Restore a state; return the number of batches that need not be read again."""
-        if saved is None:
-            return 0
-        number, state = saved
-        if self._is_indexed or not number:
-            self._data.load_state_dict(decode(state))
-            self._start_state = state
-        else:
-            self._pending = number, state
-        return number
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Context manager in which reading the data records its state."""
-        if self._is_indexed:
-            yield
-            return
-        cls = type(self._data)
-        with _overridden_iter(self._data, lambda data: self._iterate(data, cls)):
-            yield
-
-    def _iterate(self, data: Any, cls: Any) -> Any:
-        self._states.clear()
-        pending, self._pending = self._pending, None
-        number, state = pending or (0, None)
-        if pending is not None and self._has_state_dict:
-            data.load_state_dict(decode(state))
-        iterator = cls.__iter__(data)
-        if not self._has_state_dict:
-            if not hasattr(iterator, "get_state"):
-                return iterator
-            if pending is not None:
-                iterator.set_state(decode(state))
-        if not self._each_batch:
-            return iterator
-        numbers = itertools.count(number + 1)
-
-        def record(batch, get_state):
-            self._states.append((next(numbers), encode(get_state())))
-            return batch
-
-        if self._has_state_dict:
-            return (record(batch, data.state_dict) for batch in iterator)
-        # Grain wraps the iterator and uses more than `__next__`.
-        iterator_class = type(iterator)
-
-        def read_next(iterator):
-            return record(iterator_class.__next__(iterator), iterator.get_state)
-
-        iterator.__class__ = _derived(iterator_class, {"__next__": read_next})
-        return iterator
-
-
-def dataset_state_of(data: Any, each_batch: bool) -> DataState | TfDataState | None:
-    """Return the state of the argument `x` of `fit`; None for data without state."""
-    if is_tf_dataset(data):
-        return TfDataState(data)
-    grain = sys.modules.get("grain")
-    kinds = () if grain is None else (grain.IterDataset, grain.DataLoader)
-    if isinstance(data, kinds) or has_state_dict(data):
-        return DataState(data, each_batch)
-    return None
-
-
-def state_of_this_worker(states: list[Any], cluster: Cluster | None) -> Any:
-    """Return this worker's dataset state, from those of the workers of a backup."""
-    if all(state == states[0] for state in states):
-        return states[0]
-    workers = 1 if cluster is None else cluster.size
-    if len(states) != workers:
-        raise ValueError(
-            "Each worker's dataset had a different state, so the training must resume "
-            "with the same number of workers. Received: "
-            f"{workers} workers, but the backup was written by {len(states)}."
-        )
-    return states[0 if cluster is None else cluster.rank]
-
-
-def has_state_dict(thing: Any) -> bool:
-    """Return True for objects with `state_dict()` and `load_state_dict(state)`."""
-    names = "state_dict", "load_state_dict"
-    return all(callable(getattr(thing, name, None)) for name in names)
-
-
-@contextlib.contextmanager
-def _overridden_iter(data: Any, iterate: Any) -> Iterator[None]:
-    """Context manager in which the method `__iter__` of an object is another one."""
-    cls = type(data)
-    object.__setattr__(data, "__class__", _derived(cls, {"__iter__": iterate}))
-    try:
-        yield
-    finally:
-        object.__setattr__(data, "__class__", cls)
-
-
-def _derived(cls: type, members: dict[str, Any]) -> type:
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, **members})
