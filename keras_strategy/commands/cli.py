@@ -158,8 +158,7 @@ def main(args: Sequence[str] | None = None) -> int:
             options.gpus_per_worker,
         ).run()
     except BrokenPipeError:
-        # Nobody reads the output any more. Python would complain again when it
-        # flushes at exit.
+        # Nobody reads the output: Python would complain again when it flushes.
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -323,9 +322,8 @@ def _bytes(text: str) -> float:
     match = re.fullmatch(r"([\d.]+) ?([kMGT]?)(i?)B?", text)
     try:
         number, prefix, binary = match.groups() if match else ("", "", "")
-        size = float(number) * (1024 if binary else 1000) ** " kMGT".index(
-            prefix or " "
-        )
+        power = " kMGT".index(prefix or " ")
+        size = float(number) * (1024 if binary else 1000) ** power
     except ValueError:
         size = 0.0
     if size <= 0:

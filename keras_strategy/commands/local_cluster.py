@@ -154,9 +154,8 @@ def gpu_variables(
 
 def available_cores() -> int:
     """Return the number of cores that this process and its children may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+    return len(affinity(0))
 
 
 def free_ports(count: int, among: range | None = None) -> list[int]:

@@ -233,7 +233,11 @@ class CrossDeviceOps:
         return not is_builtin or getattr(self, "accumulation_fn", None) is not None
 
     def log_no_effect(self, where: str) -> None:
-        """Log that a backend, such as `"JAX"`, ignores this choice."""
+        """Log that a backend ignores this choice.
+
+        Args:
+            where: The backend's name, such as `"JAX"`.
+        """
         logger.info(
             "cross_device_ops=%r has no effect on %s, which chooses its own "
             "collectives.",

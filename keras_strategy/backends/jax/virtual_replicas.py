@@ -598,8 +598,7 @@ def _open(program: Any) -> Jaxpr:
 def _inline(program: Any, args: Sequence[Any], index: Any) -> Iterator[Any]:
     """Evaluate a program; inline its calls of functions that have collectives."""
     jaxpr = _open(program)
-    consts = getattr(program, "consts", ())
-    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
     for equation in jaxpr.eqns:
         operands = [_read(atom, values, values) for atom in equation.invars]
