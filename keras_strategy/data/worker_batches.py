@@ -100,14 +100,13 @@ class SynchronizedBatches:
         if None in answers:
             self._warn_uneven_end(answers)
             return None
-        rows = [answer[0] for answer in answers]
+        rows, orders, digests = zip(*answers, strict=True)
         if len(set(rows)) > 1:
             raise WorkerInputError(
                 "All workers must be given the same batches: each computes on its "
                 "own rows of every batch. Received batches of different numbers "
                 f"of rows: {self.cluster.format_by_worker(rows)}."
             )
-        orders, digests = ([answer[i] for answer in answers] for i in (1, 2))
         if len(set(orders)) > 1 or len(set(filter(None, digests))) > 1:
             received = self.cluster.format_by_value(" ".join(a[1:]) for a in answers)
             raise WorkerInputError(
@@ -127,11 +126,8 @@ class SynchronizedBatches:
         return batch
 
     def _warn_uneven_end(self, answers: list) -> None:
-        ended = [
-            name
-            for name, answer in zip(self.cluster.names, answers, strict=True)
-            if answer is None
-        ]
+        by_name = zip(self.cluster.names, answers, strict=True)
+        ended = [name for name, answer in by_name if answer is None]
         if len(ended) < len(answers):
             warnings.warn(
                 f"The data of some workers ({', '.join(ended)}) has ended before that "
