@@ -26,7 +26,7 @@ from keras_strategy.audit.snapshot import find_objects, find_user_code, read_set
 from keras_strategy.audit.step import ROWS_PER_REPLICA, StepAudit
 from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.step_state import LocalRows, map_rows
+from keras_strategy.core.step_state import LocalRows, has_rows, map_rows
 from keras_strategy.errors import logger
 from keras_strategy.keras_patches.internals import byte_count
 from keras_strategy.keras_patches.layers import all_layers
@@ -110,13 +110,15 @@ def audit_step(
 
 def take_rows(batch: Any, strategy: Strategy, count: int | None) -> tuple[Any, Any]:
     """Return a few rows, or all, as the replicas and as one device get them."""
-    # `count` is the number for each replica. In one process there is one row more, so
-    # that the replicas have uneven numbers of rows.
+    # `count` is the number for each replica. There is one row more or less, so that the
+    # replicas have uneven numbers of rows.
     replicas, cluster = strategy.num_replicas_in_sync, strategy.extended.cluster
     first_rows = get_engine().audit.first_rows
     if cluster is None or not isinstance(batch, LocalRows):
         if count is not None:
-            rows = count * replicas + 1
+            given = next(x.shape[0] for x in tree.flatten(batch) if has_rows(x))
+            rows = min(count * replicas + 1, given)
+            rows -= rows % replicas == 0 and rows > replicas
             batch = map_rows(lambda x: first_rows(x, rows), batch)
         return batch, batch
     local = strategy.extended.topology.local_replicas
@@ -125,12 +127,14 @@ def take_rows(batch: Any, strategy: Strategy, count: int | None) -> tuple[Any, A
         counts = cluster.exchange("audit: rows", available // len(local))
         count = min(count, *counts)
     if count:
-        total = count * len(local)
+        total = count * replicas - (count > 1)
+        bounds = [(count * i, min(count * (i + 1), total)) for i in local]
+        rows = bounds[-1][1] - bounds[0][0]
         batch = replace(
             batch,
-            batch=map_rows(lambda x: first_rows(x, total), batch.batch),
-            bounds=[(count * index, count * (index + 1)) for index in local],
-            global_rows=count * replicas,
+            batch=map_rows(lambda x: first_rows(x, rows), batch.batch),
+            bounds=bounds,
+            global_rows=total,
         )
     batch = replace(batch, worker_rows=None)  # predictions of all workers are compared
     return batch, gather_rows(batch, strategy)

@@ -31,7 +31,8 @@ class _ThreadState(threading.local):
         self.replica: ReplicaContext | None = None
         self.is_merging = False
         self.dry_run: DryRun | None = None
-        self.device_step: tuple[Any, Any] = (None, None)
+        # The strategy of a step that has all rows, as on one device.
+        self.device_step: Strategy | None = None
 
 
 # Public: hot patches read it without a function call.
@@ -69,7 +70,7 @@ def distributed_replica() -> "Replica | None":
     """Return the running replica if its strategy has others, or None."""
     replica = thread_state.replica
     # Hot path, hundreds of calls a step: `_replicas` caches the property.
-    if replica is None or (replica._replicas or replica.num_replicas_in_sync) == 1:
+    if replica is None or (replica._replicas or replica.count_replicas()) == 1:
         return None
     return replica._replica
 
@@ -80,7 +81,7 @@ def replica_or_dry_run() -> "Replica | DryRun | None":
     if replica is None:
         return thread_state.dry_run
     # Inlined from `distributed_replica`, for speed.
-    if (replica._replicas or replica.num_replicas_in_sync) == 1:
+    if (replica._replicas or replica.count_replicas()) == 1:
         return None
     return replica._replica
 
@@ -98,10 +99,16 @@ def cross_replica_scope(strategy: "Strategy | None") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def device_step_scope(strategy: "Strategy", replicas: int = 1) -> Iterator[None]:
+def with_all_rows(strategy: "Strategy") -> Iterator[None]:
+    """Context manager in which a strategy has one replica, for code with all rows."""
+    with override(thread_state, "device_step", strategy):
+        yield
+
+
+@contextlib.contextmanager
+def device_step_scope(strategy: "Strategy") -> Iterator[None]:
     """Leave all strategies for a step on one device, which `get_strategy` hides."""
-    step = strategy, replicas
-    with cross_replica_scope(None), override(thread_state, "device_step", step):
+    with cross_replica_scope(None), with_all_rows(strategy):
         yield
 
 
@@ -139,7 +146,7 @@ def get_strategy() -> "Strategy":
     assert ks.get_strategy().num_replicas_in_sync == 1
     ```
     """
-    return current_scope() or thread_state.device_step[0] or default_strategy()
+    return current_scope() or thread_state.device_step or default_strategy()
 
 
 def has_strategy() -> bool:
@@ -165,8 +172,7 @@ def get_replica_context() -> "ReplicaContext | None":
     Outside every scope, it is that of the default strategy's only replica. So it is in
     a layer that is called in cross-replica context, which gets the rows of all
     replicas: when a functional model is made, and in the steps of `fit` on JAX. A layer
-    can call `all_gather` and `all_reduce` without knowing where it is. Divide sums by
-    this context's `num_replicas_in_sync`: in `fit` on JAX the strategy's is larger.
+    can call `all_gather` and `all_reduce` without knowing where it is.
 
     Example:
 
@@ -320,8 +326,8 @@ class ReplicaContext:
     @property
     def strategy(self) -> "Strategy":
         """The strategy that runs this replica."""
-        step = thread_state.device_step
-        return (self._strategy is _default and step[0]) or self._strategy
+        is_default = self._strategy is _default
+        return (is_default and thread_state.device_step) or self._strategy
 
     @property
     def replica_id_in_sync_group(self) -> Any:
@@ -330,10 +336,17 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas over all workers."""
+        """The number of replicas over all workers; 1 in a step that has all rows."""
+        return 1 if self._has_all_rows else self.count_replicas()
+
+    def count_replicas(self) -> int:
         if self._replicas is None:
             self._replicas = self._strategy.extended.topology.num_replicas
         return self._replicas
+
+    @property
+    def _has_all_rows(self) -> bool:
+        return thread_state.device_step is self._strategy
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -367,12 +380,14 @@ class ReplicaContext:
         return tree.map_structure(lambda x: self._all_reduce(op, x), value)
 
     def _all_reduce(self, op: ReduceOp, value: Any) -> Any:
+        if self._has_all_rows:
+            return default_strategy().extended.group.context._all_reduce(op, value)
         all_reduce = self._replica.all_reduce
         custom = self._strategy.extended.custom_reducer
         if custom is not None:
             all_reduce = functools.partial(custom.all_reduce, self._replica)
         weight = self._replica.step.row_weight
-        if weight is None or self.num_replicas_in_sync == 1:
+        if weight is None or self.count_replicas() == 1:
             return all_reduce(op, value)
         # A replica without rows computes on a stand-in row, which must not count.
         value = keras.ops.convert_to_tensor(value)
@@ -415,6 +430,8 @@ class ReplicaContext:
                     "`all_gather` joins values of rank 1 or more along one of their "
                     f"dimensions. Received: axis={axis!r} and a value of shape {shape}"
                 )
+        if self._has_all_rows:
+            return tree.map_structure(keras.ops.convert_to_tensor, value)
         return tree.map_structure(lambda x: gather_rows(self._replica, x, axis), value)
 
     def merge_call(

@@ -264,8 +264,7 @@ class AuditAdapter(Protocol):
         """Call `fn` as on one device; the user's code sees `strategy`."""
         # The result also has arrays of the variables afterwards, if these themselves do
         # not have the values.
-        replicas = strategy.num_replicas_in_sync
-        return strategy.extended.group.call_once(fn, (), {}, replicas), None
+        return strategy.extended.group.call_once(fn, (), {}), None
 
     def step_functions(
         self, model: Any, kind: str, strategy: Any

@@ -97,7 +97,7 @@ def _moments(original, strategy, self, inputs, mask):
         or (strategy.batch_statistics is None and in_step() is not None)
     ):
         return reduction.moments(
-            replica, strategy.num_replicas_in_sync, inputs, axes, mask
+            replica, strategy.extended.topology.num_replicas, inputs, axes, mask
         )
     if self.synchronized and mask is None:
         return ops.moments(inputs, axes=axes)  # Keras's own would synchronize

@@ -364,7 +364,7 @@ def _call_on_all_rows(part: Any, *args: Any, **kwargs: Any) -> Any:
     rows = replica.step.rows
     gather = functools.partial(context.gather_rows, replica, axis=0)
     args, kwargs = map_rows(gather, (args, kwargs))
-    with identical_draws(replica):
+    with identical_draws(replica), context.with_all_rows(context.get_strategy()):
         outputs = call(*args, **kwargs)
 
     total = get_engine().static_int(rows.total)

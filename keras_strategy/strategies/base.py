@@ -161,9 +161,13 @@ class Strategy(Reports):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas whose gradients are summed, on all workers."""
-        strategy, replicas = context.thread_state.device_step
-        return replicas if strategy is self else self._extended.num_replicas
+        """The number of replicas whose gradients are summed, on all workers.
+
+        It is 1 in a step of `fit` that has all rows of a batch, as on one device: in
+        one that runs whole, and on JAX. So a loss divided by it is one device's.
+        """
+        has_all_rows = context.thread_state.device_step is self
+        return 1 if has_all_rows else self._extended.num_replicas
 
     @property
     def batch_statistics(self) -> str | None:

@@ -431,7 +431,7 @@ class CustomReducer:
             total = total + replica.all_reduce(ReduceOp.SUM, zeros)
         if reduce_op is ReduceOp.SUM:
             return total
-        replicas = context.get_strategy().num_replicas_in_sync
+        replicas = context.get_strategy().extended.topology.num_replicas
         return get_engine().divide(total, replicas)
 
     def _sums(self, replica: Replica, tensors: Sequence[Any]) -> list[Any]:

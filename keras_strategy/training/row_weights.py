@@ -146,7 +146,8 @@ def call_on_global_batch(replica: Replica, fn: Callable[..., Any], *inputs: Any)
     inputs = gather_global_batch(replica, inputs)
     replica.step.has_all_rows = True
     try:
-        return fn(*inputs)
+        with context.with_all_rows(context.get_strategy()):
+            return fn(*inputs)
     finally:
         replica.step.has_all_rows = False
 

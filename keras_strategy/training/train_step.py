@@ -14,7 +14,7 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from keras_strategy.core.context import DryRun, distributed_replica
+from keras_strategy.core.context import DryRun, distributed_replica, with_all_rows
 from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.registry import SUPPORTED, get_engine
 from keras_strategy.core.step_state import (
@@ -243,9 +243,12 @@ def run_whole(
     # Keras's losses write to weights that have a mask.
     copies = [arguments, *(map_rows(ops.copy, arguments) for _ in local[1:])]
     rows = next((x.shape[0] for x in tree.flatten(arguments) if has_rows(x)), None)
-    step = make_weighted_step(
-        lambda data: fn(*data[0], **data[1]), False, list, lambda *check: None
-    )
+
+    def call(data):
+        with with_all_rows(strategy):
+            return fn(*data[0], **data[1])
+
+    step = make_weighted_step(call, False, list, lambda *check: None)
     outputs = strategy.run(
         lambda data, weight: step(data, weight, rows and RowRange(0, rows, rows)),
         args=(PerReplica(copies), PerReplica(weights)),

@@ -236,7 +236,7 @@ def average_statistics(replica: Replica) -> None:
     strategy = context.get_strategy()
     # Global statistics are equal already.
     if averaged and strategy.batch_statistics != GLOBAL:
-        replicas = strategy.num_replicas_in_sync
+        replicas = strategy.extended.topology.num_replicas
         parts = [ops.divide(variable.value, replicas) for variable in averaged]
         sums = replica.weighted_sum(parts, None)
         for variable, total in zip(averaged, sums, strict=True):
@@ -308,7 +308,7 @@ def merged_values(replica: Replica, variables: Iterable[Any]) -> list[tuple[Any,
             if variable.aggregation == "only_first_replica":
                 value = select_first_replica(replica, value)
             elif variable.aggregation == "mean":
-                value = value / context.get_strategy().num_replicas_in_sync
+                value = value / context.get_strategy().extended.topology.num_replicas
             summands.append(value)
         sums = replica.weighted_sum(summands, None)
         merged.update(zip(missing, sums, strict=True))

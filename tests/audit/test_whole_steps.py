@@ -54,23 +54,6 @@ def test_program_equals_one_device(name, replicas, mirrored, caplog):
     assert len(audit_warnings(caplog)) == len(kinds)
 
 
-class CenteringByReplicas(layers.Layer):
-    """Subtracts the mean of the replicas' means."""
-
-    def call(self, x):
-        mean = keras.ops.mean(x, axis=0, keepdims=True)
-        total = ks.get_replica_context().all_reduce("SUM", mean)
-        return x - total / ks.get_strategy().num_replicas_in_sync
-
-
-@pytest.mark.skipif(BACKEND == "jax", reason="`fit` is one program")
-def test_whole_step_has_one_replica(mirrored):
-    make = with_layer(CenteringByReplicas)
-    many = train(mirrored(3), make, X, Y)
-    assert kinds_that_run_whole(many.model) == {"train", "predict"}
-    assert_equal(train(None, make, X, Y), many)
-
-
 @pytest.mark.skipif(BACKEND == "jax", reason="`fit` is one program")
 @pytest.mark.parametrize("gathering_parts", [4], indirect=True)
 @pytest.mark.parametrize("name", [n for n, p in PROGRAMS.items() if p.gathers])

@@ -266,6 +266,35 @@ class PythonMetric(keras.metrics.Metric):
         self.means = []
 
 
+class DividedLoss(keras.Sequential):
+    """Divides its loss by the number of replicas, as models for tf.distribute do."""
+
+    strategy = None
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+        loss = ops.mean(ops.square(y - y_pred))
+        return loss / self.strategy.num_replicas_in_sync
+
+
+def divided_loss():
+    model = dense(DividedLoss)
+    model.strategy = ks.get_strategy()
+    return models.compiled(model)
+
+
+class MeanOfReplicas(layers.Layer):
+    """Subtracts the mean of the replicas' means, some of fewer rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.strategy = ks.get_strategy()
+
+    def call(self, x):
+        mean = ops.mean(x, axis=0, keepdims=True)
+        total = ks.get_replica_context().all_reduce("SUM", mean)
+        return x - total / self.strategy.num_replicas_in_sync
+
+
 def dense(cls=keras.Sequential):
     return cls([keras.Input((4,)), layers.Dense(3, "tanh"), layers.Dense(1)])
 
@@ -360,6 +389,8 @@ PROGRAMS = {
     ),
     "centers": Program(with_layer(Centers)),
     "data-dependent shift": Program(with_layer(DataDependentShift)),
+    "divided loss": Program(divided_loss),
+    "mean of replicas": Program(with_layer(MeanOfReplicas), BOTH, gathers=True),
     "accumulator": Program(accumulating, is_traceable=False),
     "step optimizer": Program(
         lambda: models.compiled(dense(StepOptimizer), keras.optimizers.SGD(0.1)),

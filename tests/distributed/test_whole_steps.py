@@ -20,7 +20,10 @@ BACKEND = keras.backend.backend()
 OPTIONS = {"virtual_replicas": 4} if BACKEND == "jax" else {}
 NAMES = [
     name
-    for name in ("functional ops", "centers", "hardest rows", "pairs", "accumulator")
+    for name in (
+        *("functional ops", "centers", "hardest rows", "pairs", "accumulator"),
+        *("divided loss", "mean of replicas"),
+    )
     if BACKEND != "jax" or PROGRAMS[name].is_traceable
 ]
 # By batches of 8 the workers have 2 and 1 of the last rows.

@@ -33,7 +33,7 @@ class Adapter(AuditAdapter):
             if (variable.synchronization, variable.aggregation) != ("on_read", "none")
         ]
         with (
-            device_step_scope(strategy, strategy.num_replicas_in_sync),
+            device_step_scope(strategy),
             keras.device(device),
             keras.StatelessScope(state_mapping=mapping) as scope,
         ):

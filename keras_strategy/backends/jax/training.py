@@ -31,7 +31,11 @@ from keras_strategy.backends.jax.patches_data import (
     PartialBatchList,
     local_predictions,
 )
-from keras_strategy.core.context import device_step_scope, distributed_replica
+from keras_strategy.core.context import (
+    device_step_scope,
+    distributed_replica,
+    thread_state,
+)
 from keras_strategy.core.step_state import RowRange
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.layers import all_layers
@@ -282,13 +286,25 @@ def make_step_function(
     if distribution is None:
         return make()
     if distribution.per_device is None:
-        function = make()
+        function = _global_step(strategy, make())
     else:
         function = VirtualFunction(model, kind, distribution)
     if distribution.home is not None:
         return _home_step(function, distribution)
     if distribution.cluster is not None:
         return _multi_worker_step(function, kind, distribution)
+    return function
+
+
+def _global_step(strategy: Any, step: Callable) -> Callable:
+    def function(state, iterator):
+        # Without a context manager, which takes more calls in each step.
+        thread_state.device_step = strategy
+        try:
+            return step(state, iterator)
+        finally:
+            thread_state.device_step = None
+
     return function
 
 

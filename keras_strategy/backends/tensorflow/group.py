@@ -280,7 +280,7 @@ class TensorFlowGroup(ComponentGroup):
         no_scope = context.cross_replica_scope(None)
         return _call_in_thread(fn, self.strategy.scope() if in_scope else no_scope)
 
-    def call_once(self, fn: Any, args: tuple, kwargs: dict, replicas: int = 1) -> Any:
+    def call_once(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         # Outside of the native strategy, its variables write to all components.
         fn, generator = _convert(fn), global_generator()
         is_eager = tf.executing_eagerly()
@@ -295,7 +295,7 @@ class TensorFlowGroup(ComponentGroup):
             ):
                 return fn(*args, **kwargs)
 
-        return _call_in_thread(call, context.device_step_scope(self.strategy, replicas))
+        return _call_in_thread(call, context.device_step_scope(self.strategy))
 
     def call(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Call `fn` on every replica, without compiling it."""

@@ -226,13 +226,13 @@ class TorchGroup(ComponentGroup):
                 if self.units is not None:
                     self.units.end_run()
 
-    def call_once(self, fn: Any, args: tuple, kwargs: dict, replicas: int = 1) -> Any:
+    def call_once(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         is_virtual = self.topology.sums_in_tree
         rounding = _reproducible_rounding if is_virtual else contextlib.nullcontext
         with (
             self._lock,
             rounding(),
-            context.device_step_scope(self.strategy, replicas),
+            context.device_step_scope(self.strategy),
             self.device_scopes[0](),
             keras.device(self.torch_devices[0]),
         ):
