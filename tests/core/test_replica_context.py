@@ -95,7 +95,7 @@ def test_bad_collectives_are_refused(two):
     refused(ValueError, "reduce_op='max'", lambda c: c.all_reduce("max", 1.0))
     refused(
         TypeError,
-        "must be a `CommunicationOptions`",
+        "must be `ks.experimental.CommunicationOptions`",
         lambda c: c.all_reduce("SUM", 1.0, options=3),
     )
     refused(TypeError, "Received: 3 of", lambda c: c.all_gather(np.ones(1), 0, 3))
