@@ -1,6 +1,5 @@
 """The result of an audit: what differs between several replicas and one device."""
 
-import html
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,12 +172,3 @@ class AuditReport:
         form = f"{{:<10}}  {{:<{width}}}  {{:>10}}  {{:>9}}  {{}}"
         lines = (form.format(*row).rstrip() for row in (_HEAD, *self._rows()))
         return "\n".join([self.message, *lines])
-
-    def _repr_html_(self) -> str:
-        def row(cells: Any, tag: str) -> str:
-            inner = "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in cells)
-            return f"<tr>{inner}</tr>"
-
-        head = row(_HEAD, "th")
-        body = "".join(row(cells, "td") for cells in self._rows())
-        return f"<p>{html.escape(self.message)}</p><table>{head}{body}</table>"

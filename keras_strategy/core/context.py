@@ -337,16 +337,13 @@ class ReplicaContext:
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas over all workers; 1 in a step that has all rows."""
-        return 1 if self._has_all_rows else self.count_replicas()
+        has_all_rows = thread_state.device_step is self._strategy
+        return 1 if has_all_rows else self.count_replicas()
 
     def count_replicas(self) -> int:
         if self._replicas is None:
             self._replicas = self._strategy.extended.topology.num_replicas
         return self._replicas
-
-    @property
-    def _has_all_rows(self) -> bool:
-        return thread_state.device_step is self._strategy
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -380,7 +377,7 @@ class ReplicaContext:
         return tree.map_structure(lambda x: self._all_reduce(op, x), value)
 
     def _all_reduce(self, op: ReduceOp, value: Any) -> Any:
-        if self._has_all_rows:
+        if thread_state.device_step is self._strategy:
             return default_strategy().extended.group.context._all_reduce(op, value)
         all_reduce = self._replica.all_reduce
         custom = self._strategy.extended.custom_reducer
@@ -430,7 +427,7 @@ class ReplicaContext:
                     "`all_gather` joins values of rank 1 or more along one of their "
                     f"dimensions. Received: axis={axis!r} and a value of shape {shape}"
                 )
-        if self._has_all_rows:
+        if thread_state.device_step is self._strategy:
             return tree.map_structure(keras.ops.convert_to_tensor, value)
         return tree.map_structure(lambda x: gather_rows(self._replica, x, axis), value)
 

@@ -351,11 +351,7 @@ class OptionalElement:
 def start_batch_check(
     cluster: Cluster, arguments: Sequence[Any]
 ) -> Callable[[], None] | None:
-    """Exchange the numbers of the elements that `run` receives while its step runs.
-
-    Returns:
-        A function that waits and compares them; None where nothing was sent.
-    """
+    """Exchange the numbers of elements while a step runs; return their comparison."""
     for leaf in arguments:  # in each `run`, so only nested arguments are flattened
         if isinstance(leaf, tuple | list | dict):
             return start_batch_check(cluster, tree.flatten(arguments))

@@ -163,8 +163,7 @@ class Strategy(Reports):
     def num_replicas_in_sync(self) -> int:
         """The number of replicas whose gradients are summed, on all workers.
 
-        It is 1 in a step of `fit` that has all rows of a batch, as on one device: in
-        one that runs whole, and on JAX. So a loss divided by it is one device's.
+        It is 1 in steps of `fit` that have all rows: that run whole, or all on JAX.
         """
         has_all_rows = context.thread_state.device_step is self
         return 1 if has_all_rows else self._extended.num_replicas

@@ -27,7 +27,7 @@ from keras import ops, tree
 from keras_strategy.core import context
 from keras_strategy.core.protocols import Replica
 from keras_strategy.core.registry import get_engine
-from keras_strategy.core.step_state import Bounds
+from keras_strategy.core.step_state import Bounds, override
 from keras_strategy.devices import ReplicaTopology
 from keras_strategy.values import ReduceOp
 
@@ -144,12 +144,9 @@ def gather_global_batch(replica: Replica, structure: Any) -> Any:
 def call_on_global_batch(replica: Replica, fn: Callable[..., Any], *inputs: Any) -> Any:
     """Call a function with the rows of all replicas, which are differentiable."""
     inputs = gather_global_batch(replica, inputs)
-    replica.step.has_all_rows = True
-    try:
-        with context.with_all_rows(context.get_strategy()):
-            return fn(*inputs)
-    finally:
-        replica.step.has_all_rows = False
+    strategy = context.get_strategy()
+    with override(replica.step, "has_all_rows", True), context.with_all_rows(strategy):
+        return fn(*inputs)
 
 
 def _count(values: Any, dtype: Any) -> Any:

@@ -71,7 +71,6 @@ def test_equal_step_and_its_table(two):
         report = ks.verify(model, X, Y, kind=kind)
         assert not report.differs and report.advice == ""
         assert "equals one device's" in str(report)
-        assert "<table>" in report._repr_html_()
         assert {"train": "loss", "test": "loss", "predict": "output"}[kind] in {
             value.name for value in report.values
         }

@@ -286,7 +286,7 @@ def test_reduce_to_refuses_bad_arguments(two):
     for destinations in ([v], None, 3):
         with pytest.raises(TypeError, match="`destinations` must be"):
             reduce_to("SUM", sc, destinations)
-    with pytest.raises(TypeError, match="must be `ks.experimental.CommunicationOptions` or None"):
+    with pytest.raises(TypeError, match="`ks.experimental.CommunicationOptions`"):
         reduce_to("SUM", sc, v, options="ring")
     with pytest.raises(ValueError, match="(?s)numbers.*Received"):
         reduce_to("SUM", ks.PerReplica(["a", "b"]), v)

@@ -86,7 +86,7 @@ def test_notebook_is_refused(tf_config, monkeypatch):
 def test_bad_arguments_are_refused():
     with pytest.raises(TypeError, match="`cluster_resolver` must be a ClusterResolver"):
         ks.MultiWorkerMirroredStrategy({"worker": []})
-    with pytest.raises(TypeError, match="must be `ks.experimental.CommunicationOptions`"):
+    with pytest.raises(TypeError, match="`ks.experimental.CommunicationOptions`"):
         ks.MultiWorkerMirroredStrategy(communication_options="NCCL")
 
 
