@@ -70,7 +70,7 @@ def distributed_replica() -> "Replica | None":
     """Return the running replica if its strategy has others, or None."""
     replica = thread_state.replica
     # Hot path, hundreds of calls a step: `_replicas` caches the property.
-    if replica is None or (replica._replicas or replica.count_replicas()) == 1:
+    if replica is None or (replica._replicas or replica._count_replicas()) == 1:
         return None
     return replica._replica
 
@@ -81,7 +81,7 @@ def replica_or_dry_run() -> "Replica | DryRun | None":
     if replica is None:
         return thread_state.dry_run
     # Inlined from `distributed_replica`, for speed.
-    if (replica._replicas or replica.count_replicas()) == 1:
+    if (replica._replicas or replica._count_replicas()) == 1:
         return None
     return replica._replica
 
@@ -338,9 +338,9 @@ class ReplicaContext:
     def num_replicas_in_sync(self) -> int:
         """The number of replicas over all workers; 1 in a step that has all rows."""
         has_all_rows = thread_state.device_step is self._strategy
-        return 1 if has_all_rows else self.count_replicas()
+        return 1 if has_all_rows else self._count_replicas()
 
-    def count_replicas(self) -> int:
+    def _count_replicas(self) -> int:
         if self._replicas is None:
             self._replicas = self._strategy.extended.topology.num_replicas
         return self._replicas
@@ -384,7 +384,7 @@ class ReplicaContext:
         if custom is not None:
             all_reduce = functools.partial(custom.all_reduce, self._replica)
         weight = self._replica.step.row_weight
-        if weight is None or self.count_replicas() == 1:
+        if weight is None or self._count_replicas() == 1:
             return all_reduce(op, value)
         # A replica without rows computes on a stand-in row, which must not count.
         value = keras.ops.convert_to_tensor(value)
