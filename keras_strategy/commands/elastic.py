@@ -15,7 +15,6 @@ from typing import Any
 from keras_strategy.cluster.elastic import CHANNEL_VARIABLE
 from keras_strategy.cluster.process_exit import EXIT_OTHER_WORKER_FAILED, EXIT_PREEMPTED
 from keras_strategy.commands.launcher import (
-    CAUSE_SECONDS,
     Launcher,
     WorkerTeam,
     print_line,
@@ -122,10 +121,8 @@ class _ElasticTeam(WorkerTeam):
         # Causes before their effects, which wait for them.
         ended.sort(key=lambda pair: pair[1] == EXIT_OTHER_WORKER_FAILED)
         for slot, status in ended:
-            if status == EXIT_OTHER_WORKER_FAILED and slot.cluster > self._ended:
-                slot.wait_until = slot.wait_until or time.monotonic() + CAUSE_SECONDS
-                if time.monotonic() < slot.wait_until:
-                    continue
+            if status == EXIT_OTHER_WORKER_FAILED and self._may_have_cause(slot):
+                continue
             with contextlib.suppress(KeyError):
                 self._selector.unregister(slot.channel)
             slot.channel.close()
@@ -138,6 +135,18 @@ class _ElasticTeam(WorkerTeam):
                 self._handle_failure(slot, status)
             elif self._failed is None and not slot.is_dismissed:
                 self._failed = slot.number
+
+    def _may_have_cause(self, slot: _Slot) -> bool:
+        """True if another worker of its cluster may still end and be the cause."""
+        now = time.monotonic()
+        # It may be saving, or be slow to end.
+        is_running = slot.cluster > self._ended and any(
+            other.process and other.process.poll() is None
+            for other in self._slots
+            if other.cluster == slot.cluster
+        )
+        slot.wait_until = slot.wait_until or now + self._launcher.grace_seconds
+        return is_running and now < slot.wait_until
 
     def _handle_failure(self, slot: _Slot, status: int) -> None:
         is_effect = (

@@ -119,6 +119,28 @@ def test_processes_that_connect_once_all_start_again(tmp_path):
     assert sizes == ["3"] * 6
 
 
+SLOW_CAUSE = """
+index, ports, _ = join()
+if index == 1:
+    time.sleep(4)
+    sys.exit(75)
+if len(ports) == 2:
+    sys.exit(76)
+"""
+
+
+def test_an_effect_waits_for_a_slow_cause(tmp_path):
+    done = Script(tmp_path, SLOW_CAUSE, HEAD).run(
+        "--workers", "2", "--min-workers", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[1:] == [
+        "keras-strategy: worker 1 was preempted (exit status 75). It is not started "
+        "again.",
+        "keras-strategy: 1 of 2 workers train: worker 0.",
+    ]
+
+
 def test_worker_that_does_not_leave_is_killed(tmp_path):
     text = """
 index, ports, _ = join()
