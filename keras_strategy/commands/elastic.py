@@ -137,7 +137,7 @@ class _ElasticTeam(WorkerTeam):
                 self._failed = slot.number
 
     def _may_have_cause(self, slot: _Slot) -> bool:
-        """True if another worker of its cluster may still end and be the cause."""
+        """Return whether another worker of its cluster may still end as the cause."""
         now = time.monotonic()
         # It may be saving, or be slow to end.
         is_running = slot.cluster > self._ended and any(
