@@ -40,7 +40,7 @@ def forked(serve):
     return process, tell
 
 def as_worker():
-    return ks.Server(spec.as_dict(), "worker", 1, protocol="grpc", config=config)
+    return ks.Server(spec, "worker", 1, protocol="grpc", config=config)
 
 def as_calculator():
     @tf.function(input_signature=[tf.TensorSpec([], "int32")] * 2)
@@ -83,9 +83,9 @@ def scheduled(step):
     coordinator.join()
 
 alone = [v.numpy() for v in trained(lambda fn: fn(), lambda step: step())]
-for job, index in (("worker", 0), ("ps", 0)):
-    ks.Server(spec.as_dict(), job, index, protocol="grpc", config=config)
 resolver = ks.cluster_resolver.SimpleClusterResolver(spec, rpc_layer="grpc")
+for job, index in (("worker", 0), ("ps", 0)):
+    ks.Server(resolver.cluster_spec(), job, index, protocol="grpc", config=config)
 partitioner = ks.experimental.partitioners.FixedShardsPartitioner(2)
 strategy = ks.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
 coordinator = ks.coordinator.ClusterCoordinator(strategy)

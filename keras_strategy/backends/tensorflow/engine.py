@@ -279,10 +279,10 @@ class TensorFlowEngine(Engine):
         return tf.distribute.MirroredStrategy(names)
 
     def native(self, name: str) -> Any:
-        if name == "ParameterServerStrategy":
+        if name in ("ParameterServerStrategy", "Server"):
             from keras_strategy.backends.tensorflow import parameter_servers
 
-            return parameter_servers.ParameterServerStrategy
+            return getattr(parameter_servers, name)
         return operator.attrgetter(name)(tf.distribute)
 
     def native_components(self, value: Any, is_mirrored: bool = True) -> Any:

@@ -20,6 +20,7 @@ from tensorflow.python.framework.composite_tensor_gradient import (
     CompositeTensorGradient,
 )
 
+from keras_strategy.cluster_resolver import ClusterSpec
 from keras_strategy.values import ReduceOp
 
 # Keras's key of a variable's value in a checkpoint.
@@ -101,6 +102,24 @@ class ShardedVariableExtended(ParameterServerStrategyV2Extended):
             args, kwargs = self._select_single_value((args, kwargs))
             result = fn(var, *args, **kwargs)
         return result if group else tf.nest.map_structure(self._local_results, result)
+
+
+class Server(tf.distribute.Server):
+    """tf.distribute's server, which a `ClusterSpec` of this package may describe."""
+
+    def __init__(
+        self,
+        server_or_cluster_def: Any,
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        config: Any = None,
+        start: bool = True,
+    ):
+        cluster = server_or_cluster_def
+        if isinstance(cluster, ClusterSpec):
+            cluster = cluster.as_dict()
+        super().__init__(cluster, job_name, task_index, protocol, config, start)
 
 
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
