@@ -76,6 +76,10 @@ def test_native_variable_created_in_run(two):
 # --- devices
 
 
+def test_logical_devices_have_threads_to_wait_in():
+    assert tf.config.threading.get_inter_op_parallelism_threads() >= 2 * 4 + 2
+
+
 def test_set_logical_devices_twice():
     ks.MirroredStrategy()
     ks.config.set_logical_devices("cpu", 4)

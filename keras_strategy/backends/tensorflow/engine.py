@@ -171,6 +171,13 @@ class TensorFlowEngine(Engine):
         logical = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
         try:
             tf.config.set_logical_device_configuration(physical, logical)
+            # Devices wait for each other's input in these threads. By default there is
+            # one for each core: a machine with two cores can stop in native code.
+            threads = tf.config.threading
+            is_chosen = threads.get_inter_op_parallelism_threads()
+            if not is_chosen and "TF_NUM_INTEROP_THREADS" not in os.environ:
+                needed = max(os.cpu_count() or 1, 2 * count + 2)
+                threads.set_inter_op_parallelism_threads(needed)
         except RuntimeError:
             initialized = len(tf.config.list_logical_devices(kind))
             if initialized == count:
