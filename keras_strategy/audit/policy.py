@@ -62,6 +62,12 @@ def gather_row_mixers(model: Any) -> None:
             compute_on_all_rows(layer)
 
 
+def _has_state_of_rows(model: Any) -> bool:
+    """Return whether a recurrent layer keeps a state for each row of a batch."""
+    layers = all_layers(model)
+    return any(isinstance(x, keras.layers.RNN) and x.stateful for x in layers)
+
+
 def audit_batch(
     model: Any,
     kind: str,
@@ -228,7 +234,11 @@ class RowPolicy:
 
     def is_due(self) -> bool:
         """Return True if the next step is to be audited."""
-        self.runs_whole = self._kind in kinds_that_run_whole(self._model)
+        kinds = kinds_that_run_whole(self._model)
+        replicas = self._strategy.num_replicas_in_sync
+        if self._is_first and replicas > 1 and _has_state_of_rows(self._model):
+            kinds.add(self._kind)
+        self.runs_whole = self._kind in kinds
         if self.runs_whole or mode == "off" or self._is_too_large():
             self.is_done = True
         elif self._is_first:

@@ -135,27 +135,6 @@ def report_normalizations(strategy: Strategy, model: keras.Model) -> None:
         )
 
 
-# --- recurrent layers
-
-
-@hook(
-    keras.layers.RNN,
-    "call",
-    "(self, sequences, initial_state=None, mask=None, training=False)",
-    when=in_step,
-)
-def _rnn_call(original, replica, self, *args, **kwargs):
-    """Refuse stateful layers: a replica sees other rows in each batch."""
-    if self.stateful:
-        raise ValueError(
-            f"The layer '{self.name}' is stateful: it keeps a state for each row of a "
-            "batch, but each replica has only some rows. Use the model with one "
-            "replica, or call it in `strategy.run`, where each replica keeps the "
-            "states of its local batch."
-        )
-    return original(self, *args, **kwargs)
-
-
 # --- attributes that a replica sets
 
 
