@@ -17,6 +17,7 @@ import keras
 import pytest
 
 import keras_strategy as ks
+from keras_strategy.cluster import process_exit
 from keras_strategy.commands import cli
 from tests.pages import Block, blocks_of
 from tools import pages, pictures
@@ -216,16 +217,14 @@ def test_yaml_block_is_valid(block):
 
 
 @ON_TORCH
-def test_network_policies_select_jobs_pods():
-    yaml = pytest.importorskip("yaml")
-    kinds = collections.defaultdict(list)
-    for parameters in in_language("yaml"):
-        for document in yaml.safe_load_all(parameters.values[0].code):
-            kinds[document["kind"]].append(document.get("spec"))
-    for job in kinds["Job"]:
-        labels = job["template"].get("metadata", {}).get("labels", {}).items()
-        for policy in kinds["NetworkPolicy"]:
-            assert policy["podSelector"]["matchLabels"].items() <= labels
+def test_page_of_workers_lists_all_variables_and_exit_codes():
+    page = PAGES["workers"].read_text()
+    sources = (path.read_text() for path in (ROOT / "keras_strategy").rglob("*.py"))
+    variable = r"KERAS_STRATEGY_[A-Z_]*[A-Z]\b"
+    read = {name for source in sources for name in re.findall(variable, source)}
+    assert set(re.findall(rf"^\| `({variable})` \|", page, re.MULTILINE)) == read
+    codes = {c for n, c in vars(process_exit).items() if n.startswith("EXIT_")}
+    assert codes <= set(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE)))
 
 
 @ON_TORCH
