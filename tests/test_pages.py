@@ -217,6 +217,26 @@ def test_yaml_block_is_valid(block):
 
 
 @ON_TORCH
+def test_page_of_evidence_has_the_measured_score():
+    lines = (ROOT / "docs" / "conformance.tsv").read_text().splitlines()[1:]
+    cells = [line.split("\t")[:5] for line in lines]
+    columns = []
+    for backend in ("jax", "torch", "tensorflow"):
+        system = f"keras_strategy-{backend}"
+        counts = collections.Counter(
+            outcome
+            for name, _, replicas, rows, outcome in cells
+            if (name, replicas, rows) == (system, "2", "uneven") and outcome != "–"
+        )
+        equal = sum(counts[outcome] for outcome in ("equal", "gathered", "whole"))
+        columns.append((f"{equal} of {counts.total()}", str(counts["equal"])))
+    page = PAGES["evidence"].read_text()
+    for name, *found in zip(("equal one device", "of these"), *columns, strict=True):
+        cells = " | ".join(found)
+        assert re.search(rf"^\| {name}.* {re.escape(f'| {cells} |')}$", page, re.M)
+
+
+@ON_TORCH
 def test_page_of_workers_lists_all_variables_and_exit_codes():
     page = PAGES["workers"].read_text()
     sources = (path.read_text() for path in (ROOT / "keras_strategy").rglob("*.py"))
