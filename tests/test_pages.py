@@ -270,3 +270,13 @@ def test_gallery_shows_its_programs():
     shown = pages.on_page_markdown(PAGES["gallery"].read_text(), page=here)
     programs = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert {p for p in programs if f'??? example "examples/{p}"' in shown} == programs
+
+
+@ON_TORCH
+def test_reference_begins_with_a_summary():
+    pytest.importorskip("griffe")
+    here = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="api.md"))
+    shown = pages.on_page_markdown(PAGES["api"].read_text(), page=here)
+    rows = re.findall(r"^\| \[`(.+)`\]\(#keras_strategy\.\1\) \| (.+) \|$", shown, re.M)
+    assert dict(rows)["launch"] == pages.first_paragraph(ks.launch.__doc__)
+    assert len(rows) == shown.count("\n::: ")
