@@ -48,9 +48,11 @@ class KubernetesClusterResolver(ClusterResolver):
     `task_id`, in an Indexed Job from the variable JOB_COMPLETION_INDEX. Needs the
     extra `kubernetes`, unless you pass an `override_client`.
 
-    Of pods of an Indexed Job with one index, the newest counts. The service account
-    needs a Role, and a RoleBinding, with the rule
-    `{apiGroups: [""], resources: ["pods"], verbs: ["list"]}`.
+    In a pod it lists the pods of its own namespace; elsewhere, or with an
+    `override_client`, those of all namespaces. The service account needs a Role, or a
+    ClusterRole for all namespaces, and its binding, with the rule
+    `{apiGroups: [""], resources: ["pods"], verbs: ["list"]}`. Of pods with the same
+    completion index, the newest counts.
 
     Args:
         job_to_label_mapping: A dict from job name to a list of label selectors.
@@ -60,8 +62,6 @@ class KubernetesClusterResolver(ClusterResolver):
         override_client: A `kubernetes.client.CoreV1Api` to use. You then load
             its configuration yourself.
         executable_location: Where this program runs.
-        namespace: The namespace of the pods; "" for all of them, which needs a
-            ClusterRole. None is the namespace of this pod, and all outside of a pod.
 
     Raises:
         ImportError: If the extra `kubernetes` is not installed and there is no
@@ -91,7 +91,6 @@ class KubernetesClusterResolver(ClusterResolver):
         executable_location: KubernetesExecutableLocation = (
             KubernetesExecutableLocation.WITHIN_CLUSTER
         ),
-        namespace: str | None = None,
     ) -> None:
         self._selectors = dict(
             job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
@@ -108,9 +107,9 @@ class KubernetesClusterResolver(ClusterResolver):
         self._client = override_client or _make_client(executable_location)
         within = executable_location is KubernetesExecutableLocation.WITHIN_CLUSTER
         file = pathlib.Path(_NAMESPACE_FILE)
-        if namespace is None and within and not override_client and file.exists():
-            namespace = file.read_text().strip()
-        self._namespace = namespace
+        # Another client may have another service account, and see all namespaces.
+        is_pod = within and not override_client and file.exists()
+        self._namespace = file.read_text().strip() if is_pod else ""
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the current pods.

@@ -89,15 +89,15 @@ def test_newest_pod_of_an_index_counts(server, resolver):
     assert resolver.cluster_spec().job_tasks("worker") == addresses
 
 
-@pytest.mark.parametrize("argument", [None, "research", ""])
-def test_pod_lists_its_own_namespace(pod_of_a_cluster, monkeypatch, tmp_path, argument):
+def test_pod_lists_its_own_namespace(pod_of_a_cluster, monkeypatch, tmp_path):
     (tmp_path / "namespace").write_text("team\n")
     monkeypatch.setattr(module, "_NAMESPACE_FILE", str(tmp_path / "namespace"))
-    namespace = "team" if argument is None else argument
-    path = f"/api/v1/namespaces/{namespace}/pods" if namespace else PODS
-    pod_of_a_cluster.answers = {path: pods(pod("a", "10.0.0.1"))}
-    resolver = KubernetesClusterResolver(namespace=argument)
+    own, every = pods(pod("a", "10.0.0.1")), pods(pod("b", "10.0.0.2"))
+    pod_of_a_cluster.answers = {"/api/v1/namespaces/team/pods": own, PODS: every}
+    resolver = KubernetesClusterResolver()
     assert resolver.cluster_spec().job_tasks("worker") == ["10.0.0.1:8470"]
+    resolver = KubernetesClusterResolver(override_client=resolver._client)
+    assert resolver.cluster_spec().job_tasks("worker") == ["10.0.0.2:8470"]
 
 
 def test_jobs_and_selectors(server, api):
