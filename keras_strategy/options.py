@@ -322,6 +322,16 @@ class InputReplicationMode(enum.Enum):
     Attributes:
         PER_WORKER: Once; the replicas take its elements in turn.
         PER_REPLICA: Once for each replica, which reads all elements of its dataset.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    mode = ks.InputReplicationMode.PER_REPLICA
+    options = ks.InputOptions(experimental_replication_mode=mode)
+    assert options.experimental_replication_mode is mode
+    ```
     """
 
     PER_WORKER = "PER_WORKER"
@@ -343,6 +353,15 @@ class AutoShardPolicy(enum.Enum):
             is the rows of all workers in a step, in rank order.
         HINT: Global batches of a `tf.data.Dataset` that calls `shard` with
             `tf.data.experimental.SHARD_HINT`, which is replaced by the worker's shard.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    policy = ks.experimental.AutoShardPolicy.OFF  # each worker its own rows
+    options = ks.InputOptions(auto_shard_policy=policy)
+    ```
     """
 
     AUTO = "AUTO"

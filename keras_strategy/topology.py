@@ -212,7 +212,17 @@ def _parse(serialized: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 class DeviceOrderMode(enum.IntEnum):
-    """Order in which `DeviceAssignment.build` takes the cores."""
+    """Order in which `DeviceAssignment.build` takes the cores.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    order = ks.tpu.experimental.DeviceOrderMode.RING
+    assert order == 1
+    ```
+    """
 
     # Rings where possible, else meshes.
     AUTO = 0

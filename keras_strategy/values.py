@@ -98,6 +98,15 @@ class DistributedValues:
     Attributes:
         count: The number of components; None inside a program that is compiled for
             all replicas, where only the current replica's component exists.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    values = ks.DistributedValues([1, 2])
+    assert values.count == 2 and values.values == (1, 2)
+    ```
     """
 
     count: int | None = None
@@ -142,6 +151,16 @@ class PerReplica(DistributedValues):
     Attributes:
         batch: The `BatchRows` of a distributed dataset's element; otherwise None.
         number: The number of that element in its iteration; otherwise None.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    total = strategy.reduce("SUM", ks.PerReplica([3.0]), axis=None)
+    assert float(total) == 3
+    ```
     """
 
     batch: Any = None
@@ -149,7 +168,16 @@ class PerReplica(DistributedValues):
 
 
 class Mirrored(DistributedValues):
-    """A value that is the same on every replica."""
+    """A value that is the same on every replica.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    assert ks.Mirrored([2, 2]).values == (2, 2)
+    ```
+    """
 
 
 # The slots are descriptors, so that a field exists on the class like a property.

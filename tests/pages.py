@@ -9,11 +9,16 @@ A comment in the line before a block says how it is run:
     <!-- not run: REASON -->             not at all
 
 What a page leaves out is in a comment of several lines that begins with `<!-- set-up`.
-All else that is Python is one program, from the top of the page to its end.
+Snippets are files of docs/manifests. All else that is Python is one program, from the
+top of the page to its end.
 """
 
+import pathlib
 import re
 from dataclasses import dataclass
+
+_MANIFESTS = pathlib.Path(__file__).parents[1] / "docs" / "manifests"
+_SNIPPET = re.compile(r'^--8<-- "([\w.]+)"$', re.MULTILINE)
 
 _PART = re.compile(
     r"<!-- set-up\n(?P<given>.*?)-->"
@@ -67,7 +72,7 @@ def blocks_of(text: str) -> list[Block]:
         blocks.append(
             Block(
                 part["language"],
-                part["code"],
+                _SNIPPET.sub(_read_manifest, part["code"]),
                 line,
                 tuple(on.split(" or ")) if on else (),
                 said.get("peer"),
@@ -76,3 +81,7 @@ def blocks_of(text: str) -> list[Block]:
             )
         )
     return blocks
+
+
+def _read_manifest(snippet: re.Match[str]) -> str:
+    return (_MANIFESTS / snippet[1]).read_text().rstrip("\n")

@@ -6,6 +6,8 @@ import re
 import keras
 import pytest
 
+import keras_strategy
+
 ROOT = pathlib.Path(__file__).parents[1]
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 
@@ -26,8 +28,30 @@ def test_workflow_calls_targets_of_make():
     steps = [step for job in jobs.values() for step in job["steps"] if "run" in step]
     called = [re.fullmatch(r"make (?:-k )?([a-z-]+).*", step["run"]) for step in steps]
     makefile = (ROOT / "Makefile").read_text()
-    assert [match[1] for match in called] == ["test", "lint", "docs"]
+    assert [match[1] for match in called] == ["test", "lint", "docs", "wheel"]
     assert all(f"\n{match[1]}:" in makefile for match in called)
+
+
+def test_issue_forms_have_what_github_needs():
+    yaml = pytest.importorskip("yaml")
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))
+    assert [form.stem for form in forms] == ["bug", "idea"]
+    for form in forms:
+        content = yaml.safe_load(form.read_text())
+        assert {"name", "description", "body"} <= set(content)
+        ids = [field["id"] for field in content["body"] if field["type"] != "markdown"]
+        assert len(ids) == len(set(ids)) > 0
+
+
+def test_versions_are_the_same():
+    (newest,) = re.findall(
+        r"^## \[Unreleased\]\n(?:.*\n)*?## \[([\d.]+)\] - \d{4}-\d\d-\d\d$",
+        (ROOT / "CHANGELOG.md").read_text(),
+        re.MULTILINE,
+    )
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert newest == keras_strategy.__version__
+    assert f"\nversion: {newest}\n" in citation
 
 
 def test_ci_skips_a_missing_python(monkeypatch, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pathlib
 import re
 
 import keras
@@ -12,9 +13,10 @@ import keras_strategy as ks
 EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
-MODULES = "callbacks", "config", "cluster_resolver", "coordinator", "experimental"
+MODULES = "callbacks", "config", "cluster_resolver", "coordinator", "errors"
+MODULES += ("experimental",)
 # They start processes, which are the same on every backend: on torch.
-ONCE = ("testing.WorkerRunner",)
+ONCE = "testing.WorkerRunner", "testing.WorkerFailed", "testing.WorkerTimeout"
 
 
 def documented():
@@ -130,3 +132,41 @@ def test_public_docstrings_are_complete():
         and (found := find_gaps(value))
     }
     assert not gaps
+
+
+# They are for other modules of this package, or replaced by other names.
+WITHOUT_EXAMPLE = {
+    *("config.apply_environment", "config.logical_cpus"),
+    *("experimental.CollectiveCommunication", "experimental.CollectiveHints"),
+    *("experimental.MultiWorkerMirroredStrategy", "experimental.TPUStrategy"),
+    # It needs servers in other processes.
+    *("ParameterServerStrategy", "experimental.ParameterServerStrategy"),
+}
+
+
+def list_top_level():
+    """Return the public classes and functions."""
+    public = documented()
+    return {
+        name: value
+        for name, value in public.items()
+        if callable(value)
+        and is_ours(name, value)
+        and not inspect.isclass(public.get(name.rpartition(".")[0]))
+        and name not in WITHOUT_EXAMPLE
+    }
+
+
+def test_public_names_have_an_example():
+    lacking = {n for n, v in list_top_level().items() if not EXAMPLE.search(v.__doc__)}
+    assert lacking == set()
+
+
+def test_reference_lists_all_public_names():
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "api.md").read_text()
+    listed = set(re.findall(r"^::: keras_strategy\.(.+)$", page, re.MULTILINE))
+    spans = set(re.findall(r"`([\w.]+)`", page))
+    modules = {name for name in ks.__all__ if inspect.ismodule(getattr(ks, name))}
+    assert set(list_top_level()) - listed - spans == set()
+    assert set(ks.__all__) - modules - {"__version__"} - listed - spans == set()
+    assert {f"experimental.rpc.{name}" for name in ks.experimental.rpc.__all__} <= spans

@@ -1,4 +1,4 @@
-"""docs/errors.md lists the errors and warnings of the code."""
+"""docs/errors.md and its neighbour list the errors and warnings of the code."""
 
 import keras
 import pytest
@@ -9,8 +9,9 @@ if keras.backend.backend() != "torch":
     pytest.skip("the same on every backend: runs on torch", allow_module_level=True)
 
 
-def test_page_is_current():
-    assert pages.PAGES["errors"].read_text() == pages.errors_page(), "run `make pages`"
+@pytest.mark.parametrize("name", ["errors", "plain_errors"])
+def test_page_is_current(name):
+    assert pages.PAGES[name].read_text() == pages.WRITERS[name](), "run `make pages`"
 
 
 def test_read_messages_finds_errors_and_warnings():

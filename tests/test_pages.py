@@ -17,6 +17,7 @@ import keras
 import pytest
 
 import keras_strategy as ks
+from keras_strategy.cluster import process_exit
 from keras_strategy.commands import cli
 from tests.pages import Block, blocks_of
 from tools import pages, pictures
@@ -216,16 +217,34 @@ def test_yaml_block_is_valid(block):
 
 
 @ON_TORCH
-def test_network_policies_select_jobs_pods():
-    yaml = pytest.importorskip("yaml")
-    kinds = collections.defaultdict(list)
-    for parameters in in_language("yaml"):
-        for document in yaml.safe_load_all(parameters.values[0].code):
-            kinds[document["kind"]].append(document.get("spec"))
-    for job in kinds["Job"]:
-        labels = job["template"].get("metadata", {}).get("labels", {}).items()
-        for policy in kinds["NetworkPolicy"]:
-            assert policy["podSelector"]["matchLabels"].items() <= labels
+def test_page_of_evidence_has_the_measured_score():
+    lines = (ROOT / "docs" / "conformance.tsv").read_text().splitlines()[1:]
+    cells = [line.split("\t")[:5] for line in lines]
+    columns = []
+    for backend in ("jax", "torch", "tensorflow"):
+        system = f"keras_strategy-{backend}"
+        counts = collections.Counter(
+            outcome
+            for name, _, replicas, rows, outcome in cells
+            if (name, replicas, rows) == (system, "2", "uneven") and outcome != "–"
+        )
+        equal = sum(counts[outcome] for outcome in ("equal", "gathered", "whole"))
+        columns.append((f"{equal} of {counts.total()}", str(counts["equal"])))
+    page = PAGES["evidence"].read_text()
+    for name, *found in zip(("equal one device", "of these"), *columns, strict=True):
+        cells = " | ".join(found)
+        assert re.search(rf"^\| {name}.* {re.escape(f'| {cells} |')}$", page, re.M)
+
+
+@ON_TORCH
+def test_page_of_workers_lists_all_variables_and_exit_codes():
+    page = PAGES["workers"].read_text()
+    sources = (path.read_text() for path in (ROOT / "keras_strategy").rglob("*.py"))
+    variable = r"KERAS_STRATEGY_[A-Z_]*[A-Z]\b"
+    read = {name for source in sources for name in re.findall(variable, source)}
+    assert set(re.findall(rf"^\| `({variable})` \|", page, re.MULTILINE)) == read
+    codes = {c for n, c in vars(process_exit).items() if n.startswith("EXIT_")}
+    assert codes <= set(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE)))
 
 
 @ON_TORCH
@@ -251,3 +270,13 @@ def test_gallery_shows_its_programs():
     shown = pages.on_page_markdown(PAGES["gallery"].read_text(), page=here)
     programs = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert {p for p in programs if f'??? example "examples/{p}"' in shown} == programs
+
+
+@ON_TORCH
+def test_reference_begins_with_a_summary():
+    pytest.importorskip("griffe")
+    here = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="api.md"))
+    shown = pages.on_page_markdown(PAGES["api"].read_text(), page=here)
+    rows = re.findall(r"^\| \[`(.+)`\]\(#keras_strategy\.\1\) \| (.+) \|$", shown, re.M)
+    assert dict(rows)["launch"] == pages.first_paragraph(ks.launch.__doc__)
+    assert len(rows) == shown.count("\n::: ")

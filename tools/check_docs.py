@@ -40,6 +40,7 @@ PAGE_WORDS = 2_500
 SENTENCE_WORDS = 40
 # Pages that may be longer: tables of measurements, and an entry per name or message.
 LONG = {"benchmarks", "conformance", "equality", "errors", "patches", "tf_distribute"}
+LONG |= {"errors_without_a_fix"}
 # Words of a description that add nothing to the name of an argument.
 FILLERS = frozenset(
     ("a", "an", "the", "of", "this", "its", "to", "for", "which", "is", "are", "that")

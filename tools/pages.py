@@ -1,9 +1,10 @@
 """Write the pages that are made from the code.
 
-    python tools/pages.py [patches] [errors] [names] [record]
+    python tools/pages.py [patches] [errors] [plain_errors] [names] [record]
 
 Without arguments it writes all of them. `patches` is docs/patches.md, the replaced
-functions of Keras; `errors` is docs/errors.md, the errors and warnings; `names` is
+functions of Keras; `errors` is docs/errors.md, the errors and warnings that come with a
+fix, and `plain_errors` is docs/errors_without_a_fix.md, the others; `names` is
 docs/tf_distribute.md, the names of tf.distribute. `record` first renews the record of
 these names, tf_distribute_names.tsv beside this file, from the installed TensorFlow:
 a process without TensorFlow compares names and parameters with it.
@@ -37,6 +38,7 @@ DOCS = ROOT / "docs"
 PAGES = {
     "patches": DOCS / "patches.md",
     "errors": DOCS / "errors.md",
+    "plain_errors": DOCS / "errors_without_a_fix.md",
     "names": DOCS / "tf_distribute.md",
 }
 BACKENDS = {"jax": "JAX", "torch": "torch", "tensorflow": "TensorFlow"}
@@ -224,7 +226,14 @@ ERRORS_HEAD = """\
 # Errors and warnings
 
 Search this page for the first words of a message. `…` stands for a value of your
-program. `make pages` writes it from the code, {count} messages in all.
+program. `make pages` writes it from the code: {count} messages that come with a cause
+or a fix. [Others](errors_without_a_fix.md) say all in one sentence.
+"""
+PLAIN_ERRORS_HEAD = """\
+# Errors and warnings of one sentence
+
+{count} messages that say what was expected and what was received: pass what was
+expected. [Others](errors.md) come with a cause or a fix. `make pages` writes this page.
 """
 SECTIONS = {
     "strategies": "Strategies",
@@ -312,13 +321,27 @@ def _text(node: ast.expr) -> str:
 
 def errors_page() -> str:
     """Return docs/errors.md."""
-    messages = find_messages()
+    fixed = [message for message in find_messages() if message.split()[1]]
+    columns = ("kind", "message", "cause and fix")
+    return _messages_page(ERRORS_HEAD, columns, fixed)
+
+
+def plain_errors_page() -> str:
+    """Return docs/errors_without_a_fix.md."""
+    plain = [message for message in find_messages() if not message.split()[1]]
+    return _messages_page(PLAIN_ERRORS_HEAD, ("kind", "message"), plain)
+
+
+def _messages_page(
+    head: str, columns: Sequence[str], messages: Sequence[Message]
+) -> str:
     tables = {}
     for name, title in SECTIONS.items():
         rows = [_row(message) for message in messages if message.section == name]
         if rows:
-            tables[title] = table(("kind", "message", "cause and fix"), rows)
-    return join_sections(ERRORS_HEAD.format(count=len(messages)), tables)
+            cut = [row[: len(columns)] for row in rows]
+            tables[title] = table(columns, cut)
+    return join_sections(head.format(count=len(messages)), tables)
 
 
 def _row(message: Message) -> tuple[str, ...]:
@@ -721,6 +744,7 @@ def _cells(row: dict[str, str]) -> tuple[str, ...]:
 # --- the hook of mkdocs
 
 _PROGRAM = re.compile(r"^`(examples/\w+\.py)`(?:, and \[as(.*))?$", re.MULTILINE)
+_ENTRY = re.compile(r"^(?:## (.+)|::: keras_strategy\.(.+))$", re.MULTILINE)
 _CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 # Browsers break a line behind the hyphen of 1e-07.
 _NUMBER = re.compile(r"(?<![\w.-])\d(?:\.\d+)?e-\d\d\b")
@@ -729,7 +753,9 @@ _PART = re.compile(r"[_./:(]+(?=\w)")
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """Insert each program into the gallery, folded."""
+    """Insert the programs of the gallery, folded, and the names of the reference."""
+    if page.file.src_uri == "api.md":
+        return markdown.replace("<!-- summary -->", summary_of_names(markdown))
     if page.file.src_uri != "gallery.md":
         return markdown
 
@@ -740,6 +766,22 @@ def on_page_markdown(markdown: str, page, **_) -> str:
         return f'??? example "{found[1]}"\n\n{block}\n\n{notebook}'
 
     return _PROGRAM.sub(folded, markdown)
+
+
+def summary_of_names(markdown: str) -> str:
+    """Return a table of the names of the reference, by its sections."""
+    import griffe  # a dependency of mkdocstrings
+
+    package = griffe.load("keras_strategy", search_paths=[ROOT])
+    rows = []
+    for title, name in _ENTRY.findall(markdown):
+        if title:
+            rows.append((f"**[{title}](#{title.lower().replace(' ', '-')})**", ""))
+        else:
+            documentation = package[name].docstring
+            purpose = first_paragraph(documentation and documentation.value)
+            rows.append((f"[`{name}`](#keras_strategy.{name})", purpose))
+    return table(("name", "purpose"), rows)
 
 
 def on_page_content(html: str, **_) -> str:
@@ -760,6 +802,7 @@ def on_page_content(html: str, **_) -> str:
 WRITERS: dict[str, Callable[[], str]] = {
     "patches": patches_page,
     "errors": errors_page,
+    "plain_errors": plain_errors_page,
     "names": names_page,
 }
 

@@ -1,7 +1,6 @@
 """keras_strategy's MirroredStrategy on logical CPU devices.
 
-It follows docs/fit.md. Batch normalizations use the statistics of the global batch, as
-docs/differences.md says how to; by default they do on JAX alone.
+It follows docs/fit.md, with the defaults.
 """
 
 import logging

@@ -1,7 +1,9 @@
 """`KubernetesClusterResolver`: the pods that match a label selector."""
 
 import enum
+import functools
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from keras_strategy.cluster_resolver.cluster_spec import (
 _CONNECT_AND_READ_SECONDS = (3.0, 5.0)
 _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 
+_NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 _RBAC_RULE = '{apiGroups: [""], resources: ["pods"], verbs: ["list"]}'
 
 
@@ -45,9 +48,11 @@ class KubernetesClusterResolver(ClusterResolver):
     `task_id`, in an Indexed Job from the variable JOB_COMPLETION_INDEX. Needs the
     extra `kubernetes`, unless you pass an `override_client`.
 
-    The service account must be allowed to list pods in all namespaces: a ClusterRole
-    with the rule `{apiGroups: [""], resources: ["pods"], verbs: ["list"]}`, and a
-    ClusterRoleBinding.
+    In a pod it lists the pods of its own namespace; elsewhere, or with an
+    `override_client`, those of all namespaces. The service account needs a Role, or a
+    ClusterRole for all namespaces, and its binding, with the rule
+    `{apiGroups: [""], resources: ["pods"], verbs: ["list"]}`. Of pods with the same
+    completion index, the newest counts.
 
     Args:
         job_to_label_mapping: A dict from job name to a list of label selectors.
@@ -100,6 +105,11 @@ class KubernetesClusterResolver(ClusterResolver):
         self._port = port_number(tf_server_port, "`tf_server_port`")
         self._rpc_layer = rpc_layer
         self._client = override_client or _make_client(executable_location)
+        within = executable_location is KubernetesExecutableLocation.WITHIN_CLUSTER
+        file = pathlib.Path(_NAMESPACE_FILE)
+        # Another client may have another service account, and see all namespaces.
+        is_pod = within and not override_client and file.exists()
+        self._namespace = file.read_text().strip() if is_pod else ""
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the current pods.
@@ -131,8 +141,13 @@ class KubernetesClusterResolver(ClusterResolver):
         )
 
     def _pods(self, selector: str) -> list[Any]:
+        list_pods = self._client.list_pod_for_all_namespaces
+        if self._namespace:
+            list_pods = functools.partial(
+                self._client.list_namespaced_pod, self._namespace
+            )
         try:
-            found = self._client.list_pod_for_all_namespaces(
+            found = list_pods(
                 label_selector=selector, _request_timeout=_CONNECT_AND_READ_SECONDS
             ).items
         except Exception as error:
@@ -141,8 +156,9 @@ class KubernetesClusterResolver(ClusterResolver):
             if status in (401, 403):
                 raise RuntimeError(
                     f"The Kubernetes API refused to list the pods of {selector!r} "
-                    f"(HTTP {status}). The service account needs a ClusterRole with "
-                    f"the rule {_RBAC_RULE}, and a ClusterRoleBinding"
+                    f"(HTTP {status}). The service account needs a Role (for all "
+                    f"namespaces a ClusterRole) with the rule {_RBAC_RULE}, and its "
+                    "binding"
                 ) from None
             detail = f"HTTP {status}" if status else type(error).__name__
             raise RuntimeError(
@@ -155,7 +171,10 @@ class KubernetesClusterResolver(ClusterResolver):
                 "Expected `job_to_label_mapping` to have selectors of running pods. "
                 f"Received: {selector!r}, which matches none"
             )
-        return sorted(found, key=_sort_key)
+        # A Job keeps its failed pods beside those that replace them.
+        found.sort(key=lambda pod: str(pod.metadata.creation_timestamp))
+        newest = {_identity(pod): pod for pod in found}
+        return [newest[identity] for identity in sorted(newest)]
 
 
 def _make_client(location: KubernetesExecutableLocation) -> Any:
@@ -190,13 +209,15 @@ def _make_client(location: KubernetesExecutableLocation) -> Any:
     return client.CoreV1Api(client.ApiClient(configuration))
 
 
-def _sort_key(pod: Any) -> tuple[bool, int, str]:
+def _identity(pod: Any) -> tuple[bool, int, str, str]:
+    """Return what a pod and those that replace it share, in the order of the tasks."""
+    name, space = pod.metadata.name, getattr(pod.metadata, "namespace", None) or ""
     annotations = getattr(pod.metadata, "annotations", None) or {}
     index = annotations.get(_INDEX_ANNOTATION)
     # By number: by name, pod 10 would come before pod 2.
     if isinstance(index, str) and index.isascii() and index.isdecimal():
-        return False, int(index), pod.metadata.name
-    return True, 0, pod.metadata.name
+        return False, int(index), name.rpartition("-")[0], space
+    return True, 0, name, space
 
 
 def _find_ip(pod: Any) -> str:

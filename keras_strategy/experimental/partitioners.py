@@ -17,7 +17,20 @@ __all__ = [
 
 
 class Partitioner:
-    """Base class of partitioners."""
+    """Base class of partitioners.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    class Rows(ks.experimental.partitioners.Partitioner):
+        def __call__(self, shape, dtype, axis=0):
+            return [min(shape[0], 2), *(1 for _ in shape[1:])]
+
+    assert Rows()((10, 3), "float32") == [2, 1]
+    ```
+    """
 
     def __call__(self, shape: Any, dtype: Any, axis: int = 0) -> list[int]:
         """Return the number of shards along each dimension.

@@ -53,6 +53,17 @@ class Fingerprint:
         variables: A `VariableFingerprint` of each variable, in the model's order.
         conditions: What the bits depend on beside the program: the versions of the
             libraries, the processor and how it computes.
+
+    Example:
+
+    ```python
+    import keras
+    import keras_strategy as ks
+
+    found = ks.fingerprint(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
+    assert str(found) == found.sha256 and len(found.variables) == 2
+    found.save("model.json")  # for `keras-strategy compare`
+    ```
     """
 
     sha256: str

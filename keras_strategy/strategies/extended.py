@@ -47,6 +47,15 @@ class StrategyExtended:
         devices: Canonical names of the local devices, one replica each.
         cross_device_ops: How values are combined, or None.
         cluster: The workers, each with as many devices; None for a single process.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    assert strategy.extended.worker_devices == ("cpu:0",)
+    ```
     """
 
     # Calls of `run` after one that assigned variables without an aggregation.

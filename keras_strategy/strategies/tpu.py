@@ -125,6 +125,15 @@ def shutdown_tpu_system(cluster_resolver: Any = None) -> None:
     Raises:
         TypeError: If it is not a resolver.
         ValueError: If there is no TPU.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+    from keras_strategy.testing import simulated_tpu
+
+    ks.tpu.experimental.shutdown_tpu_system(simulated_tpu((2, 1, 1, 1)))
+    ```
     """
     find_tpu_system(cluster_resolver)
 

@@ -52,6 +52,15 @@ class WorkerEnd:
         exit_status: 0 for success; minus the signal that killed it.
         seconds: Time from its start until its end was noticed.
         output: All that it wrote to stdout and stderr.
+
+    Example:
+
+    ```python
+    from keras_strategy.testing import WorkerEnd
+
+    end = WorkerEnd("worker 1", exit_status=-9, seconds=0.5, output="Epoch 1/5")
+    assert end.exit_status == -9  # SIGKILL
+    ```
     """
 
     name: str
@@ -68,6 +77,18 @@ class WorkerFailed(RuntimeError):
         ends: A `WorkerEnd` for every worker, by rank.
         error: The exception that its function raised, with its traceback as a note;
             None if there is none that pickles.
+
+    Example:
+
+    ```python
+    from keras_strategy.testing import WorkerFailed, WorkerRunner
+
+    try:
+        with WorkerRunner(workers=2, timeout_seconds=60) as runner:
+            runner.run(int, "x")
+    except WorkerFailed as failure:
+        assert isinstance(failure.error, ValueError)
+    ```
     """
 
     def __init__(
@@ -84,7 +105,22 @@ class WorkerFailed(RuntimeError):
 
 
 class WorkerTimeout(WorkerFailed):
-    """The time limit passed; the message has the Python stacks of running workers."""
+    """The time limit passed; the message has the Python stacks of running workers.
+
+    Example:
+
+    ```python
+    import time
+
+    from keras_strategy.testing import WorkerRunner, WorkerTimeout
+
+    try:
+        with WorkerRunner(workers=1, timeout_seconds=1) as runner:
+            runner.run(time.sleep, 100)
+    except WorkerTimeout as timeout:
+        assert timeout.rank == 0
+    ```
+    """
 
 
 class WorkerRunner(contextlib.AbstractContextManager["WorkerRunner"]):

@@ -21,12 +21,16 @@ PODS = "/api/v1/pods"
 TOKEN = "eyJhbGciOiJSUzI1NiJ9.SECRET"
 
 
-def pod(name, ip, phase="Running", index=None, host_ip="192.168.0.1"):
+def pod(name, ip, phase="Running", index=None, host_ip="192.168.0.1", created=0):
     annotations = {}
     if index is not None:
         annotations["batch.kubernetes.io/job-completion-index"] = str(index)
     return {
-        "metadata": {"name": name, "annotations": annotations},
+        "metadata": {
+            "name": name,
+            "annotations": annotations,
+            "creationTimestamp": f"2026-11-30T12:00:{created:02}Z",
+        },
         "status": {"phase": phase, "podIP": ip, "hostIP": host_ip},
     }
 
@@ -73,6 +77,27 @@ def test_indexed_pods_are_sorted_by_index(server, resolver):
         "10.0.0.2:8470",
         "10.0.0.10:8470",
     ]
+
+
+def test_newest_pod_of_an_index_counts(server, resolver):
+    server.answers[PODS] = pods(
+        pod("train-0-new", "10.0.0.3", index=0, created=10),
+        pod("train-0-old", None, "Failed", index=0, created=9),
+        pod("train-1-a", "10.0.0.2", index=1),
+    )
+    addresses = ["10.0.0.3:8470", "10.0.0.2:8470"]
+    assert resolver.cluster_spec().job_tasks("worker") == addresses
+
+
+def test_pod_lists_its_own_namespace(pod_of_a_cluster, monkeypatch, tmp_path):
+    (tmp_path / "namespace").write_text("team\n")
+    monkeypatch.setattr(module, "_NAMESPACE_FILE", str(tmp_path / "namespace"))
+    own, every = pods(pod("a", "10.0.0.1")), pods(pod("b", "10.0.0.2"))
+    pod_of_a_cluster.answers = {"/api/v1/namespaces/team/pods": own, PODS: every}
+    resolver = KubernetesClusterResolver()
+    assert resolver.cluster_spec().job_tasks("worker") == ["10.0.0.1:8470"]
+    resolver = KubernetesClusterResolver(override_client=resolver._client)
+    assert resolver.cluster_spec().job_tasks("worker") == ["10.0.0.2:8470"]
 
 
 def test_jobs_and_selectors(server, api):

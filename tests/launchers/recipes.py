@@ -1,4 +1,4 @@
-"""Recipes of docs/recipes.md, as the tests run them."""
+"""Recipes of the pages on launchers, as the tests run them."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ import numpy as np
 from tests.pages import blocks_of
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "recipes.md"
+PAGES = "recipes", "torchrun_mpi", "slurm", "ray"
 TOLERANCE = 2e-5
 
 _END = """
@@ -28,8 +28,9 @@ if strategy.extended.local_replicas.start == 0:
 
 
 def read_recipe(text: str, changes: Mapping[str, str]) -> str:
-    """Return the page's block that contains a text, with the reader's changes."""
-    codes = [block.code for block in blocks_of(PAGE.read_text())]
+    """Return the pages' block that contains a text, with the reader's changes."""
+    texts = [(ROOT / "docs" / f"{page}.md").read_text() for page in PAGES]
+    codes = [block.code for text in texts for block in blocks_of(text)]
     (code,) = [code for code in codes if text in code]
     for old, new in changes.items():
         assert old in code, f"{old!r} is not in the recipe"
@@ -40,7 +41,7 @@ def read_recipe(text: str, changes: Mapping[str, str]) -> str:
 def write_program(
     folder: pathlib.Path, changes: Mapping[str, str] | None = None
 ) -> None:
-    """Write the page's train.py, which then saves its weights."""
+    """Write the pages' train.py, which then saves its weights."""
     seed = {"with strategy": "keras.utils.set_random_seed(7)\nwith strategy"}
     code = read_recipe("# train.py", {**seed, **(changes or {})})
     folder.mkdir(exist_ok=True)
