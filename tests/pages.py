@@ -9,10 +9,12 @@ A comment in the line before a block says how it is run:
     <!-- not run: REASON -->             not at all
 
 What a page leaves out is in a comment of several lines that begins with `<!-- set-up`.
-All else that is Python is one program, from the top of the page to its end.
+All else that is Python is one program, from the top of the page to its end. A block of
+the language `diff` is two programs: before and after.
 """
 
 import re
+import textwrap
 from dataclasses import dataclass
 
 _PART = re.compile(
@@ -23,7 +25,7 @@ _PART = re.compile(
 )
 _MARK = re.compile(
     r"(?P<alone>alone)|on: (?P<on>\w+(?: or \w+)*)"
-    r"|peer: (?P<peer>\w+) on (?P<peers>\w+)|not run: (?P<reason>.+)"
+    r"|peer: (?P<peer>\w+) on (?P<peers>\w+(?: or \w+)*)|not run: (?P<reason>.+)"
 )
 
 
@@ -67,7 +69,7 @@ def blocks_of(text: str) -> list[Block]:
         blocks.append(
             Block(
                 part["language"],
-                part["code"],
+                textwrap.dedent(part["code"]),
                 line,
                 tuple(on.split(" or ")) if on else (),
                 said.get("peer"),
@@ -76,3 +78,12 @@ def blocks_of(text: str) -> list[Block]:
             )
         )
     return blocks
+
+
+def sides_of(diff: str) -> tuple[str, str]:
+    """The programs of a diff: before, and after."""
+    lines = diff.splitlines(keepends=True)
+    before, after = (
+        "".join(line[1:] or line for line in lines if line[0] != sign) for sign in "+-"
+    )
+    return before, after
