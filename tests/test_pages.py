@@ -162,13 +162,22 @@ def test_page_explains_names_of_its_set_up(name):
 def test_training_steps_pass_training(name):
     """Without it, a layer such as Dropout does nothing in a custom loop."""
     differentiates = re.compile(r"value_and_grad|\bbackward\(|Tape\(")
-    for block in BLOCKS[name]:
-        if block.language == "python" and differentiates.search(block.code):
+    blocks = [block for block in BLOCKS[name] if block.language == "python"]
+    models = {"model", "ddp"}
+    for target, value in re.findall(r"^ *([\w, ]+) = (.*)$", text_of(blocks), re.M):
+        if re.search(r"\b(?:Sequential|Dense)\(", value):
+            models |= set(re.findall(r"\w+", target))
+    for block in blocks:
+        if differentiates.search(block.code):
             for node in ast.walk(ast.parse(block.code)):
                 match node:
-                    case ast.Call(func=ast.Name(id="model" | "ddp")):
+                    case ast.Call(func=ast.Name(id=called)) if called in models:
                         line = block.line + node.lineno - 1
                         assert "training" in [k.arg for k in node.keywords], line
+
+
+def text_of(blocks: list[Block]) -> str:
+    return "\n".join(block.code for block in blocks)
 
 
 @ON_TORCH
