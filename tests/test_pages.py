@@ -111,6 +111,17 @@ def test_changed_program_trains_as_before(block, as_it_was):
         np.testing.assert_allclose(other, value, atol=1e-4)
 
 
+@pytest.mark.full(keep_on="torch")
+def test_metric_of_custom_loop_sees_every_batch(as_it_was):
+    names, end = {"counts": []}, "mean_loss.reset_state()"
+    count = f"counts.append(int(mean_loss.count)); {end}"
+    for block in BLOCKS["custom_loops"]:
+        exec(block.code.replace(end, count), names)
+        if end in block.code:
+            break
+    assert names["counts"] == [len(names["batches"])] * 3
+
+
 @ON_TORCH
 def test_quickstart_shows_first_diff_in_full():
     blocks = BLOCKS["quickstart"]
