@@ -168,7 +168,7 @@ def test_shown_code_needs_no_hidden_name(name):
             if not block.is_hidden:
                 missing |= needed & hidden - shown
             (hidden if block.is_hidden else shown).update(bound)
-    assert missing == EXPLAINED.get(name, set())
+    assert missing <= EXPLAINED.get(name, set())
 
 
 @ON_TORCH
