@@ -79,7 +79,7 @@ def main(arguments):
     backend = keras.backend.backend()
     shard = "optimizer" if backend == "tensorflow" else "parameters"
     strategy = ks.MultiWorkerMirroredStrategy(shard=shard)
-    is_chief = strategy.extended.local_replicas.start == 0
+    is_chief = strategy.is_chief
     folder = pathlib.Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
     pretrained = folder / "pretrained.weights.h5"

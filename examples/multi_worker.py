@@ -87,7 +87,7 @@ def main(arguments):
         callbacks.append(keras.callbacks.BackupAndRestore(options.backup))
     weights, accuracy = train(model, data, options.epochs, callbacks)
 
-    if strategy.extended.local_replicas.start > 0:
+    if not strategy.is_chief:
         return 0  # the rest is the chief's
     print(f"{keras.backend.backend()} on {replicas} replicas: accuracy {accuracy:.4f}")
     if replicas == 1:

@@ -93,7 +93,7 @@ def main():
 
     # Before anything else that uses devices.
     strategy = ks.MultiWorkerMirroredStrategy()
-    is_chief = strategy.extended.local_replicas.start == 0
+    is_chief = strategy.is_chief
     x_train, x_test, y_train, y_test = load()
 
     study = None

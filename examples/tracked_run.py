@@ -32,7 +32,7 @@ def main():
     options = parser.parse_args()
 
     strategy = ks.MultiWorkerMirroredStrategy()  # before anything else uses devices
-    is_chief = strategy.extended.local_replicas.start == 0
+    is_chief = strategy.is_chief
     images, labels = load_digits(return_X_y=True)
 
     keras.utils.set_random_seed(SEED)

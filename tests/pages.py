@@ -10,11 +10,13 @@ A comment in the line before a block says how it is run:
 
 What a page leaves out is in a comment of several lines that begins with `<!-- set-up`.
 Snippets are files of docs/manifests. All else that is Python is one program, from the
-top of the page to its end.
+top of the page to its end. A block of the language `diff` is two programs: before and
+after.
 """
 
 import pathlib
 import re
+import textwrap
 from dataclasses import dataclass
 
 _MANIFESTS = pathlib.Path(__file__).parents[1] / "docs" / "manifests"
@@ -28,7 +30,7 @@ _PART = re.compile(
 )
 _MARK = re.compile(
     r"(?P<alone>alone)|on: (?P<on>\w+(?: or \w+)*)"
-    r"|peer: (?P<peer>\w+) on (?P<peers>\w+)|not run: (?P<reason>.+)"
+    r"|peer: (?P<peer>\w+) on (?P<peers>\w+(?: or \w+)*)|not run: (?P<reason>.+)"
 )
 
 
@@ -72,7 +74,7 @@ def blocks_of(text: str) -> list[Block]:
         blocks.append(
             Block(
                 part["language"],
-                _SNIPPET.sub(_read_manifest, part["code"]),
+                textwrap.dedent(_SNIPPET.sub(_read_manifest, part["code"])),
                 line,
                 tuple(on.split(" or ")) if on else (),
                 said.get("peer"),
@@ -85,3 +87,12 @@ def blocks_of(text: str) -> list[Block]:
 
 def _read_manifest(snippet: re.Match[str]) -> str:
     return (_MANIFESTS / snippet[1]).read_text().rstrip("\n")
+
+
+def sides_of(diff: str) -> tuple[str, str]:
+    """The programs of a diff: before, and after."""
+    lines = diff.splitlines(keepends=True)
+    before, after = (
+        "".join(line[1:] or line for line in lines if line[0] != sign) for sign in "+-"
+    )
+    return before, after

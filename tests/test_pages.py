@@ -14,12 +14,13 @@ import symtable
 import types
 
 import keras
+import numpy as np
 import pytest
 
 import keras_strategy as ks
 from keras_strategy.cluster import process_exit
 from keras_strategy.commands import cli
-from tests.pages import Block, blocks_of
+from tests.pages import Block, blocks_of, sides_of
 from tools import pages, pictures
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -44,8 +45,7 @@ def in_language(*languages: str) -> list:
 
 def runs_here(block: Block) -> bool:
     return (
-        block.language == "python"
-        and block.reason is None
+        block.reason is None
         and not block.alone  # tests/test_examples.py
         and (not block.backends or BACKEND in block.backends)
         and (block.peer is None or importlib.util.find_spec(block.peer) is not None)
@@ -88,7 +88,7 @@ WITH_PYTHON = [
 def test_page_code_runs(name, as_it_was, monkeypatch):
     program = {"__name__": "page"}
     for block in BLOCKS[name]:
-        if not runs_here(block):
+        if block.language != "python" or not runs_here(block):
             continue
         # Lines are those of the page.
         code = "\n" * (block.line - 1) + block.code
@@ -96,6 +96,42 @@ def test_page_code_runs(name, as_it_was, monkeypatch):
             if block.peer:
                 start_as_one_process(told)
             exec(compile(code, f"<{name}.md>", "exec"), program)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", in_language("diff"))
+def test_changed_program_trains_as_before(block, as_it_was):
+    if not runs_here(block):
+        pytest.skip("for other backends, or a missing package")
+    before, after = {}, {}
+    for names, code in zip((before, after), sides_of(block.code), strict=True):
+        exec(compile(code, f"<line {block.line}>", "exec"), names)
+    assert after["strategy"].num_replicas_in_sync > 1
+    one, several = (names["model"].get_weights() for names in (before, after))
+    for value, other in zip(one, several, strict=True):
+        np.testing.assert_allclose(other, value, atol=1e-4)
+
+
+@pytest.mark.full(keep_on="torch")
+def test_metric_of_custom_loop_sees_every_batch(as_it_was):
+    names, end = {"counts": []}, "mean_loss.reset_state()"
+    count = f"counts.append(int(mean_loss.count)); {end}"
+    for block in BLOCKS["custom_loops"]:
+        exec(block.code.replace(end, count), names)
+        if end in block.code:
+            break
+    assert names["counts"] == [len(names["batches"])] * 3
+
+
+@ON_TORCH
+def test_quickstart_shows_first_diff_in_full():
+    blocks = BLOCKS["quickstart"]
+    diff = next(block for block in blocks if block.language == "diff")
+    program = next(block for block in blocks if block.alone)
+    without_numbers = re.sub(
+        r"  # [23]$|(?<=# )1: ", "", sides_of(diff.code)[1], flags=re.M
+    )
+    assert program.code == without_numbers
 
 
 def test_page_marks_name_known_backends():
@@ -119,18 +155,21 @@ def symbols_of(code: str) -> tuple[set[str], set[str]]:
     return bound, needed - bound
 
 
+# Names that a page explains in words, beside its code.
+EXPLAINED = {"several_workers": {"dataset"}}
+
+
 @ON_TORCH
 @pytest.mark.parametrize("name", WITH_PYTHON)
-def test_page_explains_names_of_its_set_up(name):
-    shown, hidden, unexplained = set(), set(), set()
+def test_shown_code_needs_no_hidden_name(name):
+    shown, hidden, missing = set(), set(), set()
     for block in BLOCKS[name]:
         if block.language == "python":
             bound, needed = symbols_of(block.code)
             if not block.is_hidden:
-                unexplained |= needed & hidden - shown
+                missing |= needed & hidden - shown
             (hidden if block.is_hidden else shown).update(bound)
-    text = re.sub("<!--.*?-->", "", PAGES[name].read_text(), flags=re.DOTALL)
-    assert {each for each in unexplained if f"`{each}`" not in text} == set()
+    assert missing <= EXPLAINED.get(name, set())
 
 
 @ON_TORCH
@@ -138,13 +177,22 @@ def test_page_explains_names_of_its_set_up(name):
 def test_training_steps_pass_training(name):
     """Without it, a layer such as Dropout does nothing in a custom loop."""
     differentiates = re.compile(r"value_and_grad|\bbackward\(|Tape\(")
-    for block in BLOCKS[name]:
-        if block.language == "python" and differentiates.search(block.code):
+    blocks = [block for block in BLOCKS[name] if block.language == "python"]
+    models = {"model", "ddp"}
+    for target, value in re.findall(r"^ *([\w, ]+) = (.*)$", text_of(blocks), re.M):
+        if re.search(r"\b(?:Sequential|Dense)\(", value):
+            models |= set(re.findall(r"\w+", target))
+    for block in blocks:
+        if differentiates.search(block.code):
             for node in ast.walk(ast.parse(block.code)):
                 match node:
-                    case ast.Call(func=ast.Name(id="model" | "ddp")):
+                    case ast.Call(func=ast.Name(id=called)) if called in models:
                         line = block.line + node.lineno - 1
                         assert "training" in [k.arg for k in node.keywords], line
+
+
+def text_of(blocks: list[Block]) -> str:
+    return "\n".join(block.code for block in blocks)
 
 
 @ON_TORCH
@@ -155,6 +203,49 @@ def test_quoted_speeds_are_measured():
         for quoted in re.findall(r"\[([^]]*)\]\([^)]*benchmarks\.md#in-short", text):
             for figures in re.findall(r"[\d.]+\s+to\s+[\d.]+", quoted):
                 assert f" {' '.join(figures.split())} " in measured, name
+
+
+@ON_TORCH
+def test_quoted_scores_are_measured():
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in PAGES["conformance"].read_text().splitlines()
+        if re.match(r"\| .* of (?:79|80|81) \|", line)
+    ]
+    cells = {cell for row in rows for cell in row}
+    scores = {row[0]: row[1:] for row in rows}
+    for name, path in PAGES.items():
+        for quoted in re.findall(r"\b\d+\s+of\s+(?:79|80|81)\b", path.read_text()):
+            assert " ".join(quoted.split()) in cells, name
+    systems = "Keras DataParallel, JAX", "Keras 3.16 DataParallel, torch"
+    peers = [scores[name] for name in (*systems, "tf.distribute, TensorFlow")]
+    ours = [scores[f"keras_strategy, {on}"][0] for on in ("JAX", "torch", "TensorFlow")]
+    readme = PAGES["README"].read_text()
+    for cells in ours, [row[0] for row in peers], [row[2] for row in peers]:
+        assert f"| {' | '.join(cells)} |" in readme
+
+
+@ON_TORCH
+def test_quoted_faults_are_measured():
+    rows = re.findall(r"^\| .* s \(\d+\) \|.*$", PAGES["faults"].read_text(), re.M)
+    (killed,) = [row for row in rows if row.startswith("| SIGKILL ")]
+    slowest = max(re.findall(r"([\d.]+) s \(", killed), key=float)
+    count = sum(map(int, re.findall(r" s \((\d+)\) \|", "".join(rows))))
+    home = " ".join(PAGES["index"].read_text().split())
+    assert f"{count} faults were injected" in home
+    assert f"After SIGKILL of one worker the others end within {slowest} second" in home
+
+
+@ON_TORCH
+def test_quoted_scaling_follows_from_its_table():
+    text = PAGES["scaling"].read_text().partition("## Checked on this machine")[2]
+    found = re.findall(r"\| 1 \| ([\d.]+) \|.*\n\| \| 2 \| ([\d.]+)", text)
+    rates = [f"{2 * float(one) / float(two):.2f}" for one, two in found]
+    for name, path in PAGES.items():
+        for quoted in re.findall(
+            r"\[([^]]*)\]\([^)]*#checked-on-this-m", path.read_text()
+        ):
+            assert re.findall(r"\d\.\d+", quoted) == rates, name
 
 
 @ON_TORCH

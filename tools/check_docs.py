@@ -55,7 +55,8 @@ _PATH = re.compile(
     r"|examples/\w+\.py)"
 )
 _PUBLIC = re.compile(r"(?<![\w.])ks((?:\.\w+)+)")
-_UNPUBLISHED = re.compile(r"keras-strategy\[[\w,]+\]")  # `pip install ".[torch]"`
+# Not on PyPI: `pip install ".[torch]"`.
+_UNPUBLISHED = re.compile(r"keras-strategy\[[\w,]+\]|pip install \"?keras[-_]strategy")
 _MAKE = re.compile(r"^make ([a-z][a-z-]+)")
 _COMMAND = re.compile(r"(?<![\w./-])keras-strategy ([a-z]+)")
 _PHRASES = re.findall(

@@ -174,5 +174,5 @@ def import_extra(module: str, extra: str, user: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"{user} needs the package of `{module}`, which is not installed "
-            f'({error}). Run: pip install "keras-strategy[{extra}]"'
+            f'({error}). In a checkout, run: pip install ".[{extra}]"'
         ) from error

@@ -201,6 +201,27 @@ class Strategy(Reports):
         """The resolver of the cluster's workers; None for one worker."""
         return None
 
+    @property
+    def is_chief(self) -> bool:
+        """True on the worker that writes files: the task "chief", or else worker 0.
+
+        It is also True without other workers. What only the chief does must not call
+        the strategy or its model: the other workers would wait for collectives.
+
+        Example:
+
+        ```python
+        import pathlib
+        import keras_strategy as ks
+
+        strategy = ks.MultiWorkerMirroredStrategy()
+        if strategy.is_chief:
+            pathlib.Path("notes.txt").write_text("written once")
+        ```
+        """
+        cluster = self._extended.cluster
+        return cluster is None or cluster.is_chief
+
     def scope(self) -> contextlib.AbstractContextManager["Strategy"]:
         """Return a context manager that makes this the current strategy.
 

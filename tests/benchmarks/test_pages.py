@@ -20,19 +20,6 @@ def test_noisy_row_is_marked():
     assert (quiet.count(" ~ |"), noisy.count(" ~ |")) == (0, 1)
 
 
-def test_home_page_quotes_measured_figures():
-    (run, *_) = pages.runs()
-    home = " ".join((pages.ROOT / "docs" / "index.md").read_text().split())
-    cells = [line.split(" | ") for line in pages.in_short(run).splitlines()]
-    ratios = {(what.strip("| "), on): wall for what, on, _, wall, _ in cells}
-    assert (
-        f"{ratios['`fit`, two devices', 'jax']} times the steps per second of "
-        f"`keras.distribution`, {ratios['`fit`, two devices', 'tensorflow']} of "
-        "`tf.distribute` and, as two processes, "
-        f"{ratios['`fit`, two processes', 'torch']} of `DistributedDataParallel`"
-    ) in home
-
-
 def test_remeasured_rows_replace_old_ones(tmp_path, monkeypatch):
     def run(**ratios):
         rows = [

@@ -61,7 +61,7 @@ def test_missing_library_names_its_extra(monkeypatch, module, extra, use):
         if name == module or name.startswith(module + "."):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf'pip install "keras-strategy\[{extra}\]"'):
+    with pytest.raises(ImportError, match=rf'pip install "\.\[{extra}\]"'):
         use()
 
 

@@ -7,6 +7,7 @@ import os
 import pathlib
 import signal
 import tempfile
+import time
 
 import keras
 import numpy as np
@@ -54,6 +55,20 @@ def write_everything(folder: str, epochs: int = 3) -> dict:
         "epochs": history.epoch,
         "predicted": model.predict(x, verbose=0),
     }
+
+
+def download_on_chief(folder: str) -> tuple[bool, str]:
+    """Return `is_chief`, and the file that the chief alone writes, slowly."""
+    strategy = ks.MultiWorkerMirroredStrategy()
+    file = pathlib.Path(folder, "download")
+    if strategy.is_chief:
+        time.sleep(0.5)
+        file.write_text("once")
+    one = strategy.experimental_distribute_values_from_function(
+        lambda _: np.ones(1, "float32")
+    )
+    strategy.reduce("sum", one, axis=None)  # a barrier
+    return strategy.is_chief, file.read_text()
 
 
 def stop_by_some(folder: str) -> list[int]:
@@ -171,7 +186,7 @@ def save_where_nobody_can(folder: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def written(in_turns, tmp_path_factory):
     """The folders that workers write to, what they return, what they print."""
-    names = ("whole", "half", "bytes", "stopped", "nowhere")
+    names = ("whole", "half", "bytes", "stopped", "nowhere", "download")
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
     to = {name: {"folder": str(folder)} for name, folder in folders.items()}
     results, printed = in_turns(
@@ -180,6 +195,7 @@ def written(in_turns, tmp_path_factory):
         resumed=(write_everything, to["half"]),
         stopped=(stop_by_some, to["stopped"]),
         nowhere=(save_where_nobody_can, to["nowhere"]),
+        download=(download_on_chief, to["download"]),
         # The last: what is temporary is in this folder from then on.
         bytes=(bytes_written, to["bytes"]),
     )
@@ -216,6 +232,17 @@ def test_only_chief_writes(written):
     # The progress is the chief's to print.
     assert "accuracy" in printed[0]
     assert "accuracy" not in printed[1]
+
+
+def test_one_worker_is_chief_and_others_read_its_file(written):
+    assert written[1]["download"] == [(True, "once"), (False, "once")]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ks.OneDeviceStrategy("cpu:0"), ks.MirroredStrategy]
+)
+def test_process_without_workers_is_chief(make):
+    assert make().is_chief is True
 
 
 def test_other_workers_write_nothing(written):

@@ -1,4 +1,4 @@
-"""The programs of docs/exact_recipes.md on one device and on two replicas.
+"""The recipes of docs/whole_steps.md on one device and on two replicas.
 
 13 rows by 8: the replicas share the last batch as 3 and 2 rows.
 """
@@ -7,6 +7,7 @@ import pathlib
 from types import SimpleNamespace
 
 import keras
+import numpy as np
 import pytest
 from keras import layers, ops
 
@@ -16,13 +17,16 @@ from tests.pages import blocks_of
 from tests.training.shared import logged
 
 BACKEND = keras.backend.backend()
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "exact_recipes.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "whole_steps.md"
+RECIPES = PAGE.read_text().partition("\n## Recipes\n")[2]
 
 
 def run_page(strategy=None, until=None, replaced=("", "")):
     """Return the names of the page's program, up to a block with some text."""
-    names = {"__name__": "page"}
-    for block in blocks_of(PAGE.read_text()):
+    x = np.random.default_rng(0).normal(size=(13, 4)).astype("float32")
+    names = {"keras": keras, "np": np, "ks": ks, "x": x}
+    names |= {"__name__": "page", "strategy": strategy or ks.MirroredStrategy()}
+    for block in blocks_of(RECIPES):
         if not block.backends or BACKEND in block.backends:
             exec(block.code.replace(*replaced) if until else block.code, names)
             if strategy is not None:
