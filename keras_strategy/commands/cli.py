@@ -55,13 +55,6 @@ examples:
   keras-strategy doctor
   KERAS_BACKEND=torch keras-strategy doctor --timeout-seconds 300
   srun keras-strategy doctor --workers"""
-_PORT = """\
-Prints which names of a program change from tf.distribute to this package, as a diff,
-and on the standard error what to change by hand. It does not change the file."""
-_PORT_EXAMPLES = """\
-examples:
-  keras-strategy port train.py
-  keras-strategy port train.py | patch train.py"""
 _VERIFY = """\
 Runs a program up to its first `fit`. Compares a step of it on the strategy's replicas
 with one device's, and ends the program."""
@@ -193,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="subcommand",
         required=True,
-        metavar="{run,info,doctor,verify,plan,compare,port,completion}",
+        metavar="{run,info,doctor,verify,plan,compare,completion}",
     )
 
     def add(name: str, summary: str, description: str, epilog: str, **settings: Any):
@@ -259,9 +252,6 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "files", nargs=2, metavar="FILE", help="a report of run --fingerprint"
     )
-
-    port = add("port", "print what tf.distribute's names become", _PORT, _PORT_EXAMPLES)
-    port.add_argument("file", help="a Python program that uses tf.distribute")
 
     prints = "a script for shell completion"
     completion = add(

@@ -18,7 +18,7 @@ from tests.commands.scripts import ROOT, finish, start
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "required: {run,info,doctor,verify,plan,compare,port,completion}"),
+        ([], "required: {run,info,doctor,verify,plan,compare,completion}"),
         (["run", __file__], "required: --workers"),
         (["run", "--workers", "2"], "required: program"),
         (
