@@ -390,7 +390,7 @@ class Engine(Protocol):
     @property
     def audit(self) -> "AuditAdapter":
         """Access to the backend for `keras_strategy.audit`."""
-        return self.import_module("audit").Adapter()
+        return self.import_module("training").StepAccess()
 
     @property
     def planner(self) -> Any:

@@ -14,11 +14,12 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import tree
 
@@ -32,8 +33,9 @@ from keras_strategy.backends.tensorflow.tensors import (
     slice_rows,
     sum_values,
 )
-from keras_strategy.core.protocols import Strategy
+from keras_strategy.core.protocols import AuditAdapter, Strategy
 from keras_strategy.core.step_state import LocalRows, RowRange
+from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.layers import all_layers, seed_generators
 from keras_strategy.training import train_step
 from keras_strategy.training.row_weights import kinds_that_run_whole, local_bounds
@@ -377,3 +379,57 @@ def make_step_function(
         function = sync_workers(function, group, model, kind)
     scope = functools.partial(group.collective_scope, f"the audit of `{kind}_step`")
     return audit_first_call(function, strategy, model, kind, scope)
+
+
+class StepAccess(AuditAdapter):
+    """Access to the backend's state and a model's steps, for `keras_strategy.audit`."""
+
+    def first_rows(self, x: Any, rows: int) -> Any:
+        if not tf.is_tensor(x):
+            return x[:rows]
+        return slice_rows(x, (0, tf.minimum(rows, rows_of_tensor(x))))
+
+    def host_copy(self, x: Any) -> np.ndarray | None:
+        if isinstance(x, tf.RaggedTensor):
+            x = x.to_tensor()
+        elif isinstance(x, tf.SparseTensor):
+            x = tf.sparse.to_dense(x)
+        elif isinstance(x, tf.IndexedSlices | tf.Variable):
+            x = tf.convert_to_tensor(x)
+        is_eager = isinstance(x, tf.Tensor) and hasattr(x, "numpy")
+        return np.array(x.numpy()) if is_eager else None
+
+    def tensor_restorer(self, x: Any) -> Callable[[], None] | None:
+        if not isinstance(x, tf.Variable):
+            return None
+        value = tf.identity(x)
+        return lambda: x.assign(value)
+
+    def module_tensors(self, x: Any) -> Sequence[tf.Variable]:
+        if isinstance(x, tf.random.Generator):
+            return (x.state,)
+        return x.variables if isinstance(x, tf.Module) else ()
+
+    def stored_tensors(self, variable: Any) -> Sequence[Any]:
+        value = stored_value(variable)
+        return (value, *getattr(value, "values", ()))
+
+    def step_functions(
+        self, model: keras.Model, kind: str, strategy: Any
+    ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+        step = getattr(model, f"{kind}_step")
+
+        def step_on_replicas(batch):
+            # TensorFlow warns of the costs of eager steps.
+            logger = tf.get_logger()
+            logger.addFilter(_discard)
+            try:
+                return TrainingStrategy(strategy, model, True).run(step, args=(batch,))
+            finally:
+                logger.removeFilter(_discard)
+
+        return step_on_replicas, step
+
+
+def _discard(record: Any) -> bool:
+    return False
