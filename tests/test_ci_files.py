@@ -69,7 +69,7 @@ def test_ci_skips_a_missing_python(monkeypatch, tmp_path, capsys):
 
 
 def test_tested_ranges_end_with_versions_of_compat():
-    from keras_strategy.commands.versions import _TESTED
+    from keras_strategy.commands.doctor import _TESTED
     from tools.versions import NAMES
 
     ends = {f"{package}-{last}" for package, (_, last) in _TESTED.items()}

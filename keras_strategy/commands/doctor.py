@@ -5,6 +5,7 @@ Some run this file as a program in processes of their own: only those import Ker
 
 import argparse
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -16,7 +17,6 @@ from keras_strategy.cluster_resolver import detect
 from keras_strategy.commands import worker_checks
 from keras_strategy.commands.findings import Finding, report
 from keras_strategy.commands.processes import run_python
-from keras_strategy.commands.versions import compare
 
 # The programs print these before their numbers.
 _DIFFERENCE = "largest difference:"
@@ -27,6 +27,14 @@ _CHOOSE = f"set KERAS_BACKEND to one of {', '.join(_BACKENDS)}"
 _MAX_DIFFERENCE = 1e-5
 _WORKERS = 2
 _CPUS_ONLY = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+# Versions with which the test suite has run: docs/versions.md has the results.
+_TESTED = {
+    "python": ("3.11", "3.13"),
+    "keras": ("3.13", "3.16"),
+    "jax": ("0.10", "0.12"),
+    "torch": ("2.13", "2.14"),
+    "tensorflow": ("2.21", "2.22"),
+}
 
 # What a failed program prints, and how to fix it.
 _ADVICE = {
@@ -78,7 +86,7 @@ def backend() -> Finding:
 
 
 def versions(keras: str, name: str, version: str) -> Finding:
-    tested, untested = compare(keras, name, version)
+    tested, untested = compare_versions(keras, name, version)
     detail = f"Keras {keras} on {name} {version}"
     if name not in _BACKENDS:
         return Finding(False, detail, _CHOOSE)
@@ -86,6 +94,22 @@ def versions(keras: str, name: str, version: str) -> Finding:
         return Finding(True, f"{detail}; tested: {tested}")
     detail += f"; not tested: {', '.join(untested)}"
     return Finding(None, detail, f"if something fails, install {tested}")
+
+
+def compare_versions(keras: str, backend: str, version: str) -> tuple[str, list[str]]:
+    """Return the tested versions, and the installed ones that are not among them."""
+    tested, untested = [], []
+    installed = {"python": platform.python_version(), "keras": keras, backend: version}
+    for name, found in installed.items():
+        first, last = _TESTED.get(name, ("0", "0"))
+        tested.append(f"{name} {first} to {last}")
+        if not _numbers(first) <= _numbers(found) <= _numbers(last):
+            untested.append(f"{name} {found}")
+    return ", ".join(tested), untested
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def threads() -> Finding:

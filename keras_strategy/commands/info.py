@@ -12,7 +12,7 @@ from rich.markup import escape
 
 import keras_strategy
 from keras_strategy.cluster_resolver.detection import Finding, detect
-from keras_strategy.commands.versions import compare
+from keras_strategy.commands.doctor import compare_versions
 from keras_strategy.core.registry import get_engine
 from keras_strategy.errors import UnsupportedBackendError
 
@@ -39,7 +39,7 @@ def main(options: argparse.Namespace) -> int:
 def data() -> dict[str, Any]:
     backend, detection = keras.backend.backend(), detect()
     version = getattr(sys.modules.get(backend), "__version__", "unknown")
-    tested, untested = compare(keras.__version__, backend, version)
+    tested, untested = compare_versions(keras.__version__, backend, version)
     return {
         "keras_strategy": keras_strategy.__version__,
         "python": platform.python_version(),

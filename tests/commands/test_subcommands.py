@@ -13,7 +13,7 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.cluster import process_exit
-from keras_strategy.commands import doctor, versions
+from keras_strategy.commands import doctor
 from keras_strategy.commands.cli import main
 from keras_strategy.commands.findings import report
 from keras_strategy.core.registry import get_engine
@@ -48,12 +48,12 @@ def test_versions_are_those_of_the_project():
     """The bounds of what pip installs are those that doctor and info compare with."""
     text = (pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text()
     for name in ("jax", "torch", "tensorflow"):
-        first, last = versions._TESTED[name]
+        first, last = doctor._TESTED[name]
         major, minor = last.split(".")
         bounds = f">={first},<{major}.{int(minor) + 1}"
         assert f'\n{name} = ["{name}{bounds}"]\n' in text
-    assert f'"keras>={versions._TESTED["keras"][0]}"' in text
-    assert f'requires-python = ">={versions._TESTED["python"][0]}"' in text
+    assert f'"keras>={doctor._TESTED["keras"][0]}"' in text
+    assert f'requires-python = ">={doctor._TESTED["python"][0]}"' in text
 
 
 @pytest.mark.parametrize(
