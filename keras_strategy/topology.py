@@ -128,33 +128,6 @@ class Topology:
         """
         return self._ordinals[tuple(device_coordinates)]
 
-    def cpu_device_name_at_coordinates(
-        self, device_coordinates: Sequence[int], job: str | None = None
-    ) -> str:
-        """Return TensorFlow's name of the device's host CPU.
-
-        Args:
-            device_coordinates: Four mesh coordinates.
-            job: The job name to prepend.
-        """
-        return self._device_name(device_coordinates, job, "CPU:0")
-
-    def tpu_device_name_at_coordinates(
-        self, device_coordinates: Sequence[int], job: str | None = None
-    ) -> str:
-        """Return TensorFlow's name of the device.
-
-        Args:
-            device_coordinates: Four mesh coordinates.
-            job: The job name to prepend.
-        """
-        ordinal = self.tpu_device_ordinal_at_coordinates(device_coordinates)
-        return self._device_name(device_coordinates, job, f"TPU:{ordinal}")
-
-    def _device_name(self, coordinates: Any, job: str | None, device: str) -> str:
-        task = self.task_ordinal_at_coordinates(coordinates)
-        return f"{'' if job is None else f'/job:{job}'}/task:{task}/device:{device}"
-
     def serialized(self) -> bytes:
         """Return the topology as a serialized `TopologyProto`."""
         if self._serialized is None:
@@ -345,32 +318,6 @@ class DeviceAssignment:
         """
         coordinates = self.coordinates(replica, logical_core)
         return self._topology.tpu_device_ordinal_at_coordinates(coordinates)
-
-    def host_device(
-        self, replica: int = 0, logical_core: int = 0, job: str | None = None
-    ) -> str:
-        """Return TensorFlow's name of a logical device's host CPU.
-
-        Args:
-            replica: The replica id.
-            logical_core: The index of its logical device.
-            job: The job name to prepend.
-        """
-        coordinates = self.coordinates(replica, logical_core)
-        return self._topology.cpu_device_name_at_coordinates(coordinates, job=job)
-
-    def tpu_device(
-        self, replica: int = 0, logical_core: int = 0, job: str | None = None
-    ) -> str:
-        """Return TensorFlow's name of a logical device's core.
-
-        Args:
-            replica: The replica id.
-            logical_core: The index of its logical device.
-            job: The job name to prepend.
-        """
-        coordinates = self.coordinates(replica, logical_core)
-        return self._topology.tpu_device_name_at_coordinates(coordinates, job=job)
 
     @classmethod
     def build(

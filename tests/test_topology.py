@@ -68,8 +68,6 @@ def told_of(topology):
         topology.serialized(),
         [int(topology.task_ordinal_at_coordinates(c)) for c in at],
         [int(topology.tpu_device_ordinal_at_coordinates(c)) for c in at],
-        [topology.cpu_device_name_at_coordinates(c) for c in at],
-        [topology.tpu_device_name_at_coordinates(c, job="worker") for c in at],
     ]
 
 
@@ -95,8 +93,6 @@ def build(library, mesh, tasks=1, missing=0, **arguments):
         built.num_cores_per_replica,
         built.core_assignment.tolist(),
         [int(built.tpu_ordinal(*pair)) for pair in pairs],
-        [built.host_device(*pair) for pair in pairs],
-        [built.tpu_device(*pair, job="worker") for pair in pairs],
         [
             outcome(lambda t=t, c=c: list(built.lookup_replicas(t, c)))
             for t in range(tasks)
