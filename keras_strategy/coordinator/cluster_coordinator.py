@@ -18,7 +18,7 @@ from typing import Any, Self
 import keras
 
 from keras_strategy.cluster_resolver.base import import_extra
-from keras_strategy.coordinator import local_workers, worker
+from keras_strategy.coordinator import worker
 from keras_strategy.core.registry import get_engine
 from keras_strategy.strategies.base import Strategy
 
@@ -30,7 +30,15 @@ _STATEFUL_TYPES = (
     keras.metrics.Metric,
     keras.random.SeedGenerator,
 )
-_SECONDS_TO_STOP = 5
+_SECONDS_TO_JOIN, _SECONDS_TO_STOP = 60, 5
+# Options of `dask worker`, and the attributes of `distributed.Security`.
+_CERTIFICATES = {
+    "tls-ca-file": "tls_ca_file",
+    "tls-cert": "tls_worker_cert",
+    "tls-key": "tls_worker_key",
+}
+# Dask always serves status pages without certificates: empty ones on the loopback.
+_DASHBOARD_ADDRESS = "127.0.0.1:0"
 _coordinators: "weakref.WeakKeyDictionary[Strategy, ClusterCoordinator]" = (
     weakref.WeakKeyDictionary()
 )
@@ -431,7 +439,7 @@ class DaskWorkers:
                 protocol="tls://",
                 security=security,
                 dashboard_address=None,
-                scheduler_kwargs={"dashboard_address": local_workers.DASHBOARD_ADDRESS},
+                scheduler_kwargs={"dashboard_address": _DASHBOARD_ADDRESS},
                 # `join` and `fetch` raise errors. Functions that still run when the
                 # program ends would be logged as errors.
                 silence_logs=logging.CRITICAL,
@@ -440,18 +448,28 @@ class DaskWorkers:
         directory = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="keras_strategy_coordinator_")
         )
-        for name in local_workers.CERTIFICATES:
-            # Only the owner can read the directory.
-            Path(directory, name).write_text(getattr(security, name))
+        # Only the owner can read the directory.
+        files = {option: Path(directory, option) for option in _CERTIFICATES}
+        for option, file in files.items():
+            file.write_text(getattr(security, _CERTIFICATES[option]))
         client = stack.enter_context(
             distributed.Client(cluster, security=security, set_as_default=False)
         )
-        # A program, because `multiprocessing` would run the user's script again.
-        program = [sys.executable, "-P", local_workers.__file__]
-        # A process must not be forked after a backend has initialized GPUs, nor on
-        # macOS after it has used its frameworks.
-        may_fork = sys.platform == "linux" and not get_engine().list_devices("gpu")
-        preloaded = [worker.__name__] if may_fork else []
+        # A program, because `multiprocessing` would run the user's script again. The
+        # workers' names are the index, after "0-" if there are several.
+        program = [sys.executable, "-P", "-m", "distributed.cli.dask_worker"]
+        options = {
+            "nworkers": count,
+            "name": 0,
+            "nthreads": 1,
+            "memory-limit": 0,
+            "host": "127.0.0.1",
+            "protocol": "tls",
+            "death-timeout": _SECONDS_TO_JOIN,
+            "local-directory": directory,
+            "dashboard-address": _DASHBOARD_ADDRESS,
+            **files,
+        }
         # Resources that a worker leaves open when it is stopped.
         warnings = [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]
         environment = {
@@ -462,9 +480,11 @@ class DaskWorkers:
             # `join` raises the errors of functions, so do not log them, too.
             "DASK_LOGGING__DISTRIBUTED": "critical",
             "DASK_DISTRIBUTED__WORKER__HTTP__ROUTES": "[]",
+            "DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "true",
         }
+        arguments = [f"--{name}={value}" for name, value in options.items()]
         self._supervisor = subprocess.Popen(
-            [*program, cluster.scheduler_address, str(count), directory, *preloaded],
+            [*program, cluster.scheduler_address, "--no-dashboard", *arguments],
             env=environment,
         )
         stack.callback(_stop, self._supervisor)

@@ -144,12 +144,13 @@ def experimental_get_current_worker_index() -> int:
             "`schedule` or `create_per_worker_dataset` of a ClusterCoordinator. It was "
             "called outside of one."
         )
-    if not str(name).isdigit():
+    index = str(name).removeprefix("0-")  # as `dask worker --nworkers` names several
+    if not index.isdigit():
         raise RuntimeError(
             f"The worker {name!r} has no index. Name Dask's workers by number from 0, "
             "with `dask worker --name 0`."
         )
-    return int(name)
+    return int(index)
 
 
 def _resolve_per_worker(value: Any) -> Any:
