@@ -155,10 +155,6 @@ def symbols_of(code: str) -> tuple[set[str], set[str]]:
     return bound, needed - bound
 
 
-# Names that a page explains in words, beside its code.
-EXPLAINED = {"several_workers": {"dataset"}}
-
-
 @ON_TORCH
 @pytest.mark.parametrize("name", WITH_PYTHON)
 def test_shown_code_needs_no_hidden_name(name):
@@ -169,7 +165,7 @@ def test_shown_code_needs_no_hidden_name(name):
             if not block.is_hidden:
                 missing |= needed & hidden - shown
             (hidden if block.is_hidden else shown).update(bound)
-    assert missing <= EXPLAINED.get(name, set())
+    assert not missing
 
 
 @ON_TORCH
