@@ -105,7 +105,26 @@ class ShardedVariableExtended(ParameterServerStrategyV2Extended):
 
 
 class Server(tf.distribute.Server):
-    """tf.distribute's server, which a `ClusterSpec` of this package may describe."""
+    """tf.distribute's server, through which a coordinator uses this process.
+
+    Args:
+        server_or_cluster_def: A `ClusterSpec` of this package, or what native
+            tf.distribute takes: a dict, `tf.train.ClusterSpec` or `tf.train.ServerDef`.
+        job_name: The job of this process, such as `"worker"` or `"ps"`.
+        task_index: The index of this process in its job.
+        protocol: `"grpc"`, TensorFlow's default.
+        config: A `tf.compat.v1.ConfigProto` for the server's devices and threads.
+        start: Whether to serve at once.
+
+    Example:
+
+    ```python
+    import keras_strategy as ks
+
+    cluster = ks.cluster_resolver.ClusterSpec({"worker": ["localhost:0"]})
+    server = ks.Server(cluster, "worker", 0, protocol="grpc", start=False)
+    ```
+    """
 
     def __init__(
         self,
