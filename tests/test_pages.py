@@ -4,6 +4,7 @@ import ast
 import collections
 import importlib.util
 import json
+import logging
 import os
 import pathlib
 import re
@@ -54,12 +55,15 @@ def runs_here(block: Block) -> bool:
 
 @pytest.fixture
 def as_it_was(monkeypatch, tmp_path):
-    """Programs write into a folder of their own, and leave no variable and no mode."""
+    """Programs write into a folder of their own; variables, modes and logs end."""
     monkeypatch.chdir(tmp_path)
     for name in [n for n in os.environ if n.startswith(OF_LAUNCHERS)]:
         monkeypatch.delenv(name)
-    before = dict(os.environ)
+    before, root = dict(os.environ), logging.root
+    level, handlers = root.level, [*root.handlers]
     yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
     os.environ.clear()
     os.environ.update(before)
     ks.config.check_mirrored(False)
