@@ -1,7 +1,6 @@
 """The rows by which BatchNormalization normalizes in training."""
 
 import json
-import logging
 import pickle
 
 import keras
@@ -288,8 +287,7 @@ def test_local_statistics_are_named_once_for_many_layers(two, of_all, caplog):
         for _ in range(2):
             compiled(model, run_eagerly=True)
             model.fit(X[:4], Y[:4], verbose=0)
-        messages = logged(caplog, logging.INFO)
-        return [x for x in messages if 'batch_statistics="local"' in x]
+        return [x for x in logged(caplog) if 'batch_statistics="local"' in x]
 
     matters = keras.backend.backend() != "jax"
     assert len(named(two, 21)) == matters
