@@ -118,16 +118,14 @@ class WorkerFailedError(RuntimeError):
 
     ```python
     import keras
-    import numpy as np
     import keras_strategy as ks
 
-    with ks.MultiWorkerMirroredStrategy().scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    strategy = ks.MultiWorkerMirroredStrategy()
+    ones = strategy.run(lambda: keras.ops.ones(2))
     try:
-        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+        total = strategy.reduce("sum", ones, axis=None)
     except ks.errors.WorkerFailedError as error:
-        print("a worker failed:", error)
+        print("start again from the last checkpoint:", error)
         raise
     ```
     """

@@ -235,8 +235,8 @@ class RowPolicy:
     def is_due(self) -> bool:
         """Return True if the next step is to be audited."""
         kinds = kinds_that_run_whole(self._model)
-        replicas = self._strategy.num_replicas_in_sync
-        if self._is_first and replicas > 1 and _has_state_of_rows(self._model):
+        is_split = self._strategy.num_replicas_in_sync > 1
+        if is_split and _has_state_of_rows(self._model):
             kinds.add(self._kind)
         self.runs_whole = self._kind in kinds
         if self.runs_whole or mode == "off" or self._is_too_large():
@@ -310,7 +310,7 @@ class RowPolicy:
         is_first, self._is_first = self._is_first, False
         if is_first and not build_for_step(self._model, self._kind, batch):
             return  # the first step builds layers
-        self.is_done, cluster = True, self._strategy.extended.cluster
+        self.is_done = True
         counts = (ROWS_PER_REPLICA,) * is_first + (MORE_ROWS_PER_REPLICA,)
         with self._scope():
             report = audit_batch(self._model, self._kind, self._strategy, batch, counts)
@@ -340,7 +340,7 @@ class RowPolicy:
                     "once, as on one device and as fast as one, so the results are "
                     "exact. See 'Steps that run whole' in the documentation."
                 )
-        if cluster is None or cluster.is_chief:
+        if self._strategy.is_chief:
             logger.warning(text)
 
 

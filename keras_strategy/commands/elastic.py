@@ -138,15 +138,16 @@ class _ElasticTeam(WorkerTeam):
 
     def _may_have_cause(self, slot: _Slot) -> bool:
         """Return whether another worker of its cluster may still end as the cause."""
+        if slot.cluster <= self._ended:
+            return False  # the cause has ended
         now = time.monotonic()
+        slot.wait_until = slot.wait_until or now + self._launcher.grace_seconds
         # It may be saving, or be slow to end.
-        is_running = slot.cluster > self._ended and any(
+        return now < slot.wait_until and any(
             other.process and other.process.poll() is None
             for other in self._slots
             if other.cluster == slot.cluster
         )
-        slot.wait_until = slot.wait_until or now + self._launcher.grace_seconds
-        return is_running and now < slot.wait_until
 
     def _handle_failure(self, slot: _Slot, status: int) -> None:
         is_effect = (

@@ -119,13 +119,12 @@ _reported: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def report_normalizations(strategy: Strategy, model: keras.Model) -> None:
     """Log a faster option, once for a model in which many layers communicate."""
-    kind, cluster = keras.layers.BatchNormalization, strategy.extended.cluster
+    kind = keras.layers.BatchNormalization
     count = sum(isinstance(x, kind) and x.trainable for x in all_layers(model))
     is_global = strategy.batch_statistics is None and (
         get_engine().has_replicas_in_fit or strategy.virtual_replicas is not None
     )
-    is_chief = cluster is None or cluster.is_chief
-    if count > 20 and is_global and is_chief and model not in _reported:
+    if count > 20 and is_global and strategy.is_chief and model not in _reported:
         _reported.add(model)
         logger.info(
             "In each training step of the model '%s', %d BatchNormalization layers "

@@ -97,8 +97,7 @@ def read_variables(
     """Return JSON values, and copies of arrays and shards; all workers call it."""
     # The arrays are the chief's alone.
     ownership.broadcast_pending_values()  # needs all workers
-    cluster, group = strategy.extended.cluster, strategy.extended.group
-    is_writer = cluster is None or cluster.is_chief
+    group, is_writer = strategy.extended.group, strategy.is_chief
     arrays: dict[str, np.ndarray] = {}
     shards: list[Shard] = []
     shapes: dict[str, Any] = {}

@@ -48,7 +48,7 @@ def as_plain(strategy, value):
     return tf.nest.map_structure(convert, results)
 
 
-def results_of_values(api, strategy, replicas):
+def results_of_values(api, strategy):
     """Yield results of `run`, `reduce` and the extended object for many values."""
     context = api.get_replica_context
 
@@ -84,7 +84,9 @@ def results_of_values(api, strategy, replicas):
                 lambda fn=fn, op=op: context().all_reduce(op, fn(), options=options)
             )
             yield as_plain(strategy, found)
-        for destination in destinations.values() if replicas > 1 else [variable]:
+        for destination in (
+            destinations.values() if strategy.num_replicas_in_sync > 1 else [variable]
+        ):
             reduced = strategy.extended.reduce_to(op, pairs, destination, options)
             yield as_plain(strategy, reduced)
         reduced = strategy.extended.batch_reduce_to(
@@ -105,7 +107,7 @@ def results_of_values(api, strategy, replicas):
     yield as_plain(strategy, assigned), as_plain(strategy, variable)
 
 
-def results_of_datasets(api, strategy, replicas):
+def results_of_datasets(api, strategy):
     """Yield what datasets, their iterators and their options give."""
     for create_values in DATASETS.values():
         dataset = tf.data.Dataset.from_tensor_slices(create_values()).batch(4)
@@ -146,7 +148,7 @@ def results_of_datasets(api, strategy, replicas):
     yield [as_plain(strategy, batch) for batch in of_context]
 
 
-def results_of_clusters(api, strategy, replicas):
+def results_of_clusters(api, strategy):
     """Yield what resolvers and partitioners give."""
     resolvers = api.cluster_resolver
     config = tf.compat.v1.ConfigProto()
@@ -179,7 +181,7 @@ def test_results_are_those_of_native(find, replicas, monkeypatch):
     config["task"]["index"] = 1
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     ours, native = (
-        list(find(api, create(api, replicas), replicas)) for api in (ks, tf.distribute)
+        list(find(api, create(api, replicas))) for api in (ks, tf.distribute)
     )
     assert len(ours) == len(native)
     for found, expected in zip(ours, native, strict=True):

@@ -130,9 +130,8 @@ if len(ports) == 2:
 
 
 def test_an_effect_waits_for_a_slow_cause(tmp_path):
-    done = Script(tmp_path, SLOW_CAUSE, HEAD).run(
-        "--workers", "2", "--min-workers", "1"
-    )
+    script = Script(tmp_path, SLOW_CAUSE, HEAD)
+    done = script.run("--workers", "2", "--min-workers", "1")
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[1:] == [
         "keras-strategy: worker 1 was preempted (exit status 75). It is not started "

@@ -162,7 +162,7 @@ def drifts(folder: str) -> dict[str, list[str]]:
 def chief_predicts_alone() -> None:
     """A callback of the chief alone has all workers wait."""
     strategy = ks.MultiWorkerMirroredStrategy()
-    chief = strategy.extended.local_replicas.start == 0
+    chief = strategy.is_chief
     with strategy.scope():
         model = classifier()
     x, y = digits(8)

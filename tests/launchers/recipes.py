@@ -21,7 +21,7 @@ TOLERANCE = 2e-5
 _END = """
 import numpy as np
 
-if strategy.extended.local_replicas.start == 0:
+if strategy.is_chief:
     np.savez("weights.npz", *model.get_weights())
     print("replicas:", strategy.num_replicas_in_sync)
 """
