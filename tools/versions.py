@@ -7,9 +7,9 @@ variables VERSIONS ("keras-3.13 python-3.13") and BACKENDS pick from the table.
 
 Each version of a package is installed into a folder of its own under build/, which
 comes before the virtual environment; the other packages stay those of constraints.txt.
-Python 3.13 gets a virtual environment with JAX alone, of the newest version that
-pyproject.toml allows. In the subprocess, this file is the pytest plugin that refuses
-any other version.
+Python 3.12 and 3.13 get a virtual environment with JAX alone, since its versions need
+them: of 3.13, the newest version that pyproject.toml allows. In the subprocess, this
+file is the pytest plugin that refuses any other version.
 """
 
 import importlib
@@ -34,10 +34,11 @@ REQUIREMENTS = {
 }
 ENGINES = {
     "torch-2.14": ["torch==2.14.*"],
+    "torch-2.15": ["torch==2.15.*"],
     "tensorflow-2.22": ["--pre", "--no-deps", "tensorflow-cpu==2.22.*"],
 }
-PYTHON = "python-3.13"
-NAMES = [*(f"keras-{version}" for version in REQUIREMENTS), *ENGINES, PYTHON]
+PYTHONS = {"python-3.12": ["jax==0.11.*"], "python-3.13": []}
+NAMES = [*(f"keras-{version}" for version in REQUIREMENTS), *ENGINES, *PYTHONS]
 # What the suite needs besides JAX; it skips tests of further packages.
 TEST_PACKAGES = ["pytest", "pytest-timeout", "hypothesis", "trustme", "pandas", "grain"]
 
@@ -67,19 +68,21 @@ def install(name: str) -> Path:
     return package_folders.install(f"keras-{name}", REQUIREMENTS[name])
 
 
-def find_python() -> str | None:
-    """Return a Python 3.13 that can make virtual environments."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    for path in ["python3.13", *pyenv.glob("versions/3.13*/bin/python3.13")]:
+def find_python(name: str) -> str | None:
+    """Return a Python of this version that can make virtual environments."""
+    version = name.removeprefix("python-")
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    file = f"python{version}"
+    for path in [file, *pyenv.glob(f"{version}*/bin/{file}")]:
         command = [shutil.which(path) or "", "-c", "import ensurepip, ssl"]
         if command[0] and not subprocess.run(command, capture_output=True).returncode:
             return command[0]
     return None
 
 
-def make_environment(python: str) -> Path:
+def make_environment(name: str, python: str) -> Path:
     """Return the Python of a virtual environment with JAX alone."""
-    folder = ROOT / "build" / PYTHON
+    folder = ROOT / "build" / name
     pip = [folder / "bin" / "python", "-m", "pip", "install", "-qq"]
     if not (folder / "installed").exists():
         subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
@@ -87,7 +90,7 @@ def make_environment(python: str) -> Path:
         lines = (ROOT / "constraints.txt").read_text().splitlines()
         lines = [line for line in lines if not re.match("jax|jaxlib|numpy|scipy", line)]
         pinned.write_text("\n".join(lines))
-        packages = ["-e", f"{ROOT}[jax,coordinator]", *TEST_PACKAGES]
+        packages = ["-e", f"{ROOT}[jax,coordinator]", *PYTHONS[name], *TEST_PACKAGES]
         subprocess.run([*pip, "-c", pinned, *packages], check=True)
         (folder / "installed").touch()
     return pip[0]
@@ -97,12 +100,12 @@ def run(name: str, arguments: list[str]) -> tuple[str, dict[str, str], bool] | N
     """Run one row; return its versions, the results by backend, and if it is green."""
     python, environment = Path(sys.executable), dict(os.environ)
     backends = os.environ.get("BACKENDS", " ".join(BACKENDS)).split()
-    if name == PYTHON:
-        found = find_python()
+    if name in PYTHONS:
+        found = find_python(name)
         if found is None:
             print(f"skipped: {name} was not found on PATH or in pyenv", flush=True)
             return None
-        python, backends = make_environment(found), ["jax"]
+        python, backends = make_environment(name, found), ["jax"]
         show = "import jax, sys; print(sys.version.split()[0], 'JAX', jax.__version__)"
         shown = subprocess.check_output([python, "-c", show], text=True)
         version = f"Python {shown.strip()}"

@@ -8,7 +8,6 @@ import argparse
 import functools
 import importlib
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -66,17 +65,6 @@ examples:
 exit codes:
   0    the replicas equal one device
   1    they differ, or the program raised or calls no `fit`"""
-_PLAN = """\
-Runs a program, which builds its model, up to its first `fit`. Prints the bytes of a
-step on each device for each `shard` option, and ends the program."""
-_PLAN_EXAMPLES = """\
-examples:
-  keras-strategy plan --devices 8 train.py
-  keras-strategy plan --devices 512 --memory 80GB train.py
-
-exit codes:
-  0    a choice fits in the memory, or none is given
-  1    nothing fits, or the program raised or calls no `fit`"""
 _COMPARE = """\
 Compares the bits of two models that were trained with the same virtual replicas. Names
 the first variable that differs, and the conditions that do."""
@@ -90,22 +78,6 @@ exit codes:
   0    all bits are equal
   1    the models differ
   2    a file is not a report"""
-_COMPLETION_EXAMPLES = """\
-examples:
-  source <(keras-strategy completion bash)
-  source <(keras-strategy completion zsh)"""
-_COMPLETION = """\
-_keras_strategy() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} words
-    case ${{COMP_WORDS[1]}} in
-{cases}
-        *) words="{commands}" ;;
-    esac
-    [ "$COMP_CWORD" -eq 1 ] && words="{commands}"
-    COMPREPLY=($(compgen -W "$words" -- "$word") $(compgen -f -- "$word"))
-}}
-complete -o filenames -F _keras_strategy keras-strategy
-"""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -119,8 +91,6 @@ def main(args: Sequence[str] | None = None) -> int:
             f"a Python script{', or -m and the name of a module' * is_run}"
         )
     if not is_run:
-        if options.subcommand == "completion":
-            return _print_completion(options)
         return _import_command(options.subcommand).main(options)
 
     from keras_strategy.commands.elastic import ElasticLauncher
@@ -159,7 +129,6 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _import_command(name: str) -> Any:
     """Import a command without the lines that TensorFlow prints when it starts."""
-    name = "first_fit" if name in ("verify", "plan") else name
     module = f"keras_strategy.commands.{name}"
     if "TF_CPP_MIN_LOG_LEVEL" in os.environ:
         return importlib.import_module(module)
@@ -186,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="subcommand",
         required=True,
-        metavar="{run,info,doctor,verify,plan,compare,completion}",
+        metavar="{run,info,doctor,verify,compare}",
     )
 
     def add(name: str, summary: str, description: str, epilog: str, **settings: Any):
@@ -234,31 +203,11 @@ def _parser() -> argparse.ArgumentParser:
     summary = "compare a program's replicas with one device"
     _add_program(add("verify", summary, _VERIFY, _VERIFY_EXAMPLES))
 
-    summary = "predict the memory of a program's step"
-    plan = add("plan", summary, _PLAN, _PLAN_EXAMPLES)
-    plan.add_argument(
-        "--shard", choices=("none", "optimizer", "parameters", "all"), default="all"
-    )
-    plan.add_argument("--devices", type=_int_from(1), required=True, metavar="N")
-    _add_options(
-        plan,
-        ("batch-size", _int_from(1), None, "N", "rows of a step (default: of fit)"),
-        ("memory", _bytes, None, "SIZE", "of a device, such as 80GB or 16GiB"),
-    )
-    _add_program(plan)
-
     summary = "compare the fingerprints of two trained models"
     compare = add("compare", summary, _COMPARE, _COMPARE_EXAMPLES)
     compare.add_argument(
         "files", nargs=2, metavar="FILE", help="a report of run --fingerprint"
     )
-
-    prints = "a script for shell completion"
-    completion = add(
-        "completion", f"print {prints}", f"Prints {prints}.", _COMPLETION_EXAMPLES
-    )
-    completion.add_argument("shell", choices=("bash", "zsh"))
-    completion.set_defaults(commands=commands.choices)
     return parser
 
 
@@ -282,21 +231,6 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(fail=parser.error)
 
 
-def _print_completion(options: argparse.Namespace) -> int:
-    cases = []
-    for name, parser in options.commands.items():
-        # A command's options and the choices of its arguments.
-        words: list[str] = []
-        for action in parser._actions:
-            words += action.option_strings or map(str, action.choices or ())
-        cases.append(f'        {name}) words="{" ".join(words)}" ;;')
-    if options.shell == "zsh":
-        print("autoload -U +X bashcompinit && bashcompinit")
-    commands = " ".join(options.commands)
-    print(_COMPLETION.format(cases="\n".join(cases), commands=commands), end="")
-    return 0
-
-
 def _int_from(minimum: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
@@ -306,21 +240,6 @@ def _int_from(minimum: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
-
-
-def _bytes(text: str) -> float:
-    match = re.fullmatch(r"([\d.]+) ?([kMGT]?)(i?)B?", text)
-    try:
-        number, prefix, binary = match.groups() if match else ("", "", "")
-        power = " kMGT".index(prefix or " ")
-        size = float(number) * (1024 if binary else 1000) ** power
-    except ValueError:
-        size = 0.0
-    if size <= 0:
-        raise argparse.ArgumentTypeError(
-            f"Expected a number of bytes, such as 80GB or 16GiB. Received: {text!r}"
-        )
-    return size
 
 
 def _seconds(text: str) -> float:

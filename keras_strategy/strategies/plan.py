@@ -13,7 +13,7 @@ from keras_strategy.core import context
 from keras_strategy.core.protocols import PlannedStep
 from keras_strategy.core.registry import get_engine, preserve_random_states
 from keras_strategy.keras_patches.installation import install_for
-from keras_strategy.keras_patches.internals import byte_count, stored_dtype
+from keras_strategy.keras_patches.internals import byte_count
 
 _CHOICES = (None, "optimizer", "parameters")
 
@@ -151,39 +151,23 @@ def plan(
             "Argument `build` must be a function without arguments that returns a "
             f"Keras model, such as `lambda: make_model()`. Received: build={build!r}"
         )
-    return plan_step(None, build, batch_size, devices, shard, memory)
-
-
-def plan_step(
-    model: Any,
-    build: Callable[[], Any] | None,
-    rows: int,
-    devices: int,
-    shard: str | None,
-    memory: float | None,
-) -> Plan:
-    """Plan a new model, or one that exists and is not used afterwards."""
     install_for(2)  # the patches that mark slots
     planner = get_engine().planner
-    config = None if model is None else model.optimizer.get_config()
 
     def predict() -> Plan:
-        known: Any = model if build is None else build()
-        _check_model(known)
-        weights, optimizer = known.trainable_variables, known.optimizer
-        if config is not None:
-            weights = list(map(_copy, weights))
-            optimizer = type(optimizer).from_config(config)
+        model = build()
+        _check_model(model)
+        weights, optimizer = model.trainable_variables, model.optimizer
         if not optimizer.built:
             optimizer.build(weights)
-        trained = {id(variable) for variable in known.trainable_variables}
-        others = sum([byte_count(v) for v in known.variables if id(v) not in trained])
+        trained = {id(variable) for variable in weights}
+        others = sum([byte_count(v) for v in model.variables if id(v) not in trained])
         step = PlannedStep(
-            _loss_of(known),
+            _loss_of(model),
             weights,
-            known.non_trainable_variables,
-            functools.partial(_inputs_of, known),
-            -(-rows // devices),
+            model.non_trainable_variables,
+            functools.partial(_inputs_of, model),
+            -(-batch_size // devices),
             optimizer,
             devices,
         )
@@ -193,8 +177,8 @@ def plan_step(
             choices.append(_choose(option, applied, others, memory))
         cheapest = next((c for c in choices if c.fits is not False), None)
         title = (
-            f"Bytes on each of {devices} devices in a step of {rows} rows, for the "
-            f"model '{known.name}' on {keras.backend.backend()}:"
+            f"Bytes on each of {devices} devices in a step of {batch_size} rows, for "
+            f"the model '{model.name}' on {keras.backend.backend()}:"
         )
         return Plan(title, tuple(choices), cheapest)
 
@@ -250,18 +234,6 @@ def _check_model(model: Any) -> None:
             f"built={model.built}. Call `model.compile`, and begin the model with "
             "`keras.Input` or call `model.build(input_shape)`."
         )
-
-
-def _copy(variable: Any) -> Any:
-    """Return a variable of the same path, shape and dtype, without a value."""
-    *scopes, name = variable.path.split("/")
-    with contextlib.ExitStack() as stack:
-        for scope in scopes:
-            stack.enter_context(keras.name_scope(scope))
-        dtype = stored_dtype(variable)
-        copy = keras.Variable("zeros", variable.shape, dtype, name=name)
-    copy.overwrite_with_gradient = variable.overwrite_with_gradient
-    return copy
 
 
 def _inputs_of(model: Any, rows: int) -> Any:

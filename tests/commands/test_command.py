@@ -18,7 +18,7 @@ from tests.commands.scripts import ROOT, finish, start
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "required: {run,info,doctor,verify,plan,compare,completion}"),
+        ([], "required: {run,info,doctor,verify,compare}"),
         (["run", __file__], "required: --workers"),
         (["run", "--workers", "2"], "required: program"),
         (
@@ -53,24 +53,8 @@ from tests.commands.scripts import ROOT, finish, start
             "argument program: there is no file 'missing.py'. Give the path of a "
             "Python script, or -m and the name of a module",
         ),
-        *(
-            (
-                [*command, "missing.py"],
-                "argument program: there is no file 'missing.py'",
-            )
-            for command in (["verify"], ["plan", "--devices", "2"])
-        ),
+        (["verify", "missing.py"], "argument program: there is no file 'missing.py'"),
         (["run", "--workers", "1", "--unknown", __file__], "--unknown"),
-        (["plan", __file__], "required: --devices"),
-        (
-            ["plan", "--devices", "2", "--memory", "80XB", __file__],
-            "argument --memory: Expected a number of bytes, such as 80GB or 16GiB. "
-            "Received: '80XB'",
-        ),
-        (
-            ["plan", "--devices", "2", "--shard", "most", __file__],
-            "argument --shard: invalid choice: 'most'",
-        ),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, capsys):

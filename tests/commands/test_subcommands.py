@@ -1,11 +1,10 @@
-"""`info --json`, `doctor` and `completion`."""
+"""`info --json`, `doctor` and `verify`."""
 
 import importlib.machinery
 import importlib.util
 import json
 import pathlib
 import socket
-import subprocess
 import sys
 
 import keras
@@ -215,68 +214,7 @@ def test_verify_of_program_without_fit(tmp_path, capsys, monkeypatch):
     assert "train.py calls no `fit`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("memory", "rows", "status"), [("1MiB", 16, 0), ("40B", 2, 1), (None, 32, 0)]
-)
-def test_plan_reports_first_fit(memory, rows, status, tmp_path, capsys, monkeypatch):
-    program = tmp_path / "train.py"
-    data = "x, y" if rows == 32 else "x, y, batch_size=16"
-    program.write_text(PROGRAM.replace("{data}", data))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", [])
-    command = ["plan", "--devices", "4"]
-    command += ["--memory", memory] if memory else []
-    command += ["--batch-size", "2"] if rows == 2 else []
-    with pytest.raises(SystemExit) as ended:
-        main([*command, "--shard", "optimizer", str(program), "1"])
-    assert ended.value.code == status
-    out = capsys.readouterr().out
-    assert f"4 devices in a step of {rows} rows" in out
-    best = "nothing" if status else "shard='optimizer'"
-    assert f"Cheapest that fits: {best}" in out
-    assert keras.Model.fit.__qualname__.endswith("Trainer.fit")
-
-
-def test_plan_of_iterated_batches(tmp_path, capsys, monkeypatch):
-    program = tmp_path / "train.py"
-    program.write_text(PROGRAM.replace("{data}", "iter(batches), steps_per_epoch=2"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", [])
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--devices", "2", "--shard", "none", str(program), "1"])
-    assert ended.value.code == 0
-    assert "2 devices in a step of 8 rows" in capsys.readouterr().out
-
-
-def test_plan_of_program_without_fit(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", [])
-    (tmp_path / "train.py").write_text("")
-    assert main(["plan", "--devices", "2", str(tmp_path / "train.py")]) == 1
-    assert "plan: " in (error := capsys.readouterr().err) and "calls no `fit`" in error
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_shell_completion(shell, capsys):
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    ask = (
-        "COMP_WORDS=(keras-strategy run --max); COMP_CWORD=2; _keras_strategy; "
-        'echo "${COMPREPLY[@]}"'
-    )
-    if shell == "bash":
-        done = subprocess.run(
-            ["bash", "-c", script + ask], capture_output=True, text=True, check=True
-        )
-        assert done.stdout.split() == ["--max-restarts"]
-    assert (
-        "doctor" in script
-        and "--grace-seconds" in script
-        and "--timeout-seconds" in script
-    )
-
-
-@pytest.mark.parametrize("name", ["run", "info", "doctor", "verify", "completion"])
+@pytest.mark.parametrize("name", ["run", "info", "doctor", "verify", "compare"])
 def test_help_has_examples(name, capsys):
     with pytest.raises(SystemExit):
         main([name, "--help"])

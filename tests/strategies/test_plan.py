@@ -13,7 +13,6 @@ from keras import layers
 import keras_strategy as ks
 from benchmarks import memory, worker_memory
 from keras_strategy.core.registry import get_engine
-from keras_strategy.strategies.plan import plan_step
 from keras_strategy.testing import WorkerRunner
 
 BACKEND = keras.backend.backend()
@@ -237,17 +236,6 @@ def test_plan_changes_nothing():
         keras.ops.convert_to_numpy(before),
         keras.ops.convert_to_numpy(keras.random.normal((3,))),
     )
-
-
-@pytest.mark.full(keep_on="jax")
-@pytest.mark.parametrize("shard", SHARDS)
-def test_existing_model_has_the_plan_of_a_new_one(shard):
-    """As `keras-strategy plan` finds one, whatever its strategy shards."""
-    new = ks.plan(transformer, 8, 4)
-    with ks.MirroredStrategy(["cpu:0", "cpu:1"], shard=shard).scope():
-        model = transformer()
-    existing = plan_step(model, None, 8, 4, "all", None)
-    assert existing.choices == new.choices
 
 
 class ReadsValues(layers.Layer):
