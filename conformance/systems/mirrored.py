@@ -6,6 +6,7 @@ and `fit` in the scope, with a `tf.data.Dataset` of global batches.
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from conformance.program import Program
@@ -31,9 +32,13 @@ def dataset(program: Program, rows: int) -> tf.data.Dataset:
 def run(program: Program, replicas: int, initial: Any) -> Outcome:
     """Build and train in the scope."""
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+    with strategy.scope():
+        return fit_datasets(build(program, initial), program)
+
+
+def fit_datasets(model: keras.Model, program: Program) -> Outcome:
+    """Train by `fit` on a program's batches."""
     how = {}
     if program.validation:
         how["validation_data"] = dataset(program, program.validation)
-    with strategy.scope():
-        model = build(program, initial)
-        return fit_data(model, program, dataset(program, program.rows), **how)
+    return fit_data(model, program, dataset(program, program.rows), **how)
