@@ -2,8 +2,8 @@
 
 FILE is what `python -m benchmarks --json FILE` has written. It becomes the table of
 docs/benchmarks.md and a column of docs/benchmarks_history.md. Of several files of one
-date, the rows of the last one count. Without a file both are written again. The folder
-`benchmarks/history` keeps the newest run, and of earlier ones the cells of the page.
+date, the rows of the last one count. Without a file both are written again. In
+`benchmarks/history` is the newest run, and of earlier ones the cells of the page.
 """
 
 import json
@@ -50,17 +50,17 @@ _SHOWN = 3
 
 def runs() -> list[dict[str, Any]]:
     """Return all that were kept, newest first."""
-    if not (HISTORY / "newest.json").exists():
+    if not (HISTORY / "runs.json").exists():
         return []
-    newest, earlier = (
-        json.loads((HISTORY / f"{name}.json").read_text())
-        for name in ("newest", "earlier")
-    )
-    found = {_name(run): {**run, "rows": []} for run in earlier["runs"]}
-    for row in earlier["rows"]:
-        for name, cell in row.pop("cells").items():
-            found[name]["rows"].append({**row, "cell": cell})
-    return [newest, *found.values()]
+    kept = json.loads((HISTORY / "runs.json").read_text())
+    found = {_name(run): {**run, "rows": []} for run in kept["runs"]}
+    for row in kept["rows"]:
+        key = {name: row[name] for name in ("backend", "case", "peer")}
+        for name, cell in row.pop("earlier").items():
+            found[name]["rows"].append({**key, "cell": cell})
+        if row != key:
+            next(iter(found.values()))["rows"].append(row)
+    return list(found.values())
 
 
 def merge_rows(
@@ -159,23 +159,22 @@ def keep(file: Path) -> None:
     if _name(run) in found:
         run["rows"] = merge_rows(found[_name(run)]["rows"], run["rows"])
     found[_name(run)] = run
-    newest, *earlier = sorted(found.values(), key=lambda r: r["date"], reverse=True)
-    earlier = earlier[: _SHOWN - 1]
+    kept = sorted(found.values(), key=lambda run: run["date"], reverse=True)[:_SHOWN]
+    cells = _cells_of_rows(kept[1:])
     rows = [
-        {"backend": backend, "case": case, "peer": peer, "cells": cells}
-        for (backend, case, peer), cells in _cells_of_rows(earlier).items()
+        {**row, "earlier": cells.pop((row["backend"], row["case"], row["peer"]), {})}
+        for row in kept[0]["rows"]
     ]
-    heads = [{k: v for k, v in run.items() if k != "rows"} for run in earlier]
-    _write("newest", newest)
-    _write("earlier", {"runs": heads, "rows": rows})
-
-
-def _write(name: str, content: dict[str, Any]) -> None:
-    """Write a file of the history, each row in a line."""
-    rows = ",\n".join(json.dumps(r, separators=(",", ":")) for r in content["rows"])
-    text = json.dumps({**content, "rows": []}, indent=1)
-    text = text.replace('"rows": []', f'"rows": [\n{rows}\n ]')
-    (HISTORY / f"{name}.json").write_text(text + "\n")
+    for (backend, case, peer), earlier in cells.items():
+        key = {"backend": backend, "case": case, "peer": peer}
+        rows.append({**key, "earlier": earlier})
+    for run in kept:
+        del run["rows"]
+    # Each row in a line.
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+    text = json.dumps({"runs": kept, "rows": []}, indent=1)
+    text = text.replace('"rows": []', f'"rows": [\n{lines}\n ]')
+    (HISTORY / "runs.json").write_text(text + "\n")
 
 
 def main() -> None:
