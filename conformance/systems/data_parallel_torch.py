@@ -15,7 +15,6 @@ from conformance.systems.training import Outcome, build
 
 
 def run(program: Program, replicas: int, initial: Any) -> Outcome:
-    """Set the distribution and train by `fit`."""
     tf.config.set_visible_devices([], "GPU")
     keras.distribution.initialize()
     distribution = keras.distribution.DataParallel()

@@ -14,7 +14,6 @@ from conformance.systems.training import Outcome, build, fit_data
 
 
 def prepare(replicas: int) -> None:
-    """Make the logical devices."""
     (cpu,) = tf.config.list_physical_devices("CPU")
     logical = [tf.config.LogicalDeviceConfiguration()] * replicas
     tf.config.set_logical_device_configuration(cpu, logical)
@@ -30,7 +29,6 @@ def dataset(program: Program, rows: int) -> tf.data.Dataset:
 
 
 def run(program: Program, replicas: int, initial: Any) -> Outcome:
-    """Build and train in the scope."""
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
     with strategy.scope():
         return fit_datasets(build(program, initial), program)
