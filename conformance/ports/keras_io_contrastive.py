@@ -86,7 +86,7 @@ class SimSiam(Tracked):
             *self.encoder.trainable_variables,
             *self.predictor.trainable_variables,
         ]
-        return self.log(step_of(self.optimizer, variables, loss_of))
+        return self.apply_step(variables, loss_of)
 
 
 @port(f"{EXAMPLES}/vision/simsiam.py", not_on=PURE)
@@ -129,12 +129,10 @@ class BarlowModel(Tracked):
 
     def train_step(self, batch):
         y_a, y_b = batch
-        loss = step_of(
-            self.optimizer,
+        return self.apply_step(
             self.encoder.trainable_variables,
             lambda: self.loss_fn(self.encoder(y_a), self.encoder(y_b)),
         )
-        return self.log(loss)
 
 
 @port(f"{EXAMPLES}/vision/barlow_twins.py", not_on=PURE)
@@ -163,9 +161,7 @@ class SiameseModel(Tracked):
 
     def train_step(self, data):
         variables = self.siamese_network.trainable_weights
-        return self.log(
-            step_of(self.optimizer, variables, lambda: self._compute_loss(data[0]))
-        )
+        return self.apply_step(variables, lambda: self._compute_loss(data[0]))
 
     def test_step(self, data):
         return self.log(self._compute_loss(data[0]))
@@ -207,7 +203,7 @@ class EmbeddingModel(Tracked):
             )
             return self.loss_fn(ops.arange(10), similarities / 0.2)
 
-        return self.log(step_of(self.optimizer, self.trainable_variables, loss_of))
+        return self.apply_step(self.trainable_variables, loss_of)
 
 
 class AnchorPositivePairs(keras.utils.PyDataset):

@@ -7,10 +7,10 @@ from keras import ops
 from conformance.compare import scope
 from conformance.ports.keras_io_generative import EXAMPLES, IMAGES, NoCall
 from conformance.ports.port import (
-    BACKEND,
     PURE,
     compiled,
     dense,
+    gradient_by,
     port,
     step_of,
     stepped,
@@ -127,22 +127,6 @@ def conditional_gan(strategy):
     return stepped(strategy, lambda: compile_gan(ConditionalGAN()), IMAGES, one_hot)
 
 
-def gradient_by(x, fn):
-    """Return the differentiable gradient of a sum of outputs by inputs."""
-    if BACKEND == "torch":
-        import torch
-
-        x = x.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
-        return gradient
-    import tensorflow as tf
-
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        outputs = fn(x)
-    return tape.gradient(outputs, x)
-
-
 class WGAN(GAN):
     """A gradient penalty, and several critic steps."""
 
@@ -153,7 +137,7 @@ class WGAN(GAN):
             fake_images = self.generator(self.noise_for(real_images))
             alpha = keras.random.uniform((rows, 1), seed=self.seed_generator)
             interpolated = real_images + alpha * (fake_images - real_images)
-            gradients = gradient_by(interpolated, self.discriminator)
+            gradients = gradient_by(self.discriminator, interpolated)
             norm = ops.sqrt(ops.sum(ops.square(gradients), axis=1) + 1e-12)
             penalty = ops.mean(ops.square(norm - 1.0))
             fake = ops.mean(self.discriminator(fake_images))

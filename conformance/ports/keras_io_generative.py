@@ -229,8 +229,7 @@ class RealNVP(Tracked):
         return -ops.mean(log_likelihood)
 
     def train_step(self, data):
-        variables, loss_of = self.trainable_variables, lambda: self.log_loss(data)
-        return self.log(step_of(self.optimizer, variables, loss_of))
+        return self.apply_step(self.trainable_variables, lambda: self.log_loss(data))
 
     def test_step(self, data):
         return self.log(self.log_loss(data))

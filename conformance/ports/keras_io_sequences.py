@@ -6,7 +6,6 @@ from keras import layers, ops
 
 import keras_strategy as ks
 from conformance.compare import scope
-from conformance.ports.keras_io_steps import gradients_of
 from conformance.ports.keras_io_supervised import EXAMPLES
 from conformance.ports.port import (
     BACKEND,
@@ -17,10 +16,12 @@ from conformance.ports.port import (
     Outcome,
     compiled,
     fitted,
+    gradient_by,
     port,
     sgd,
     vectors,
 )
+from conformance.step_model import gradients_of
 
 RNG = np.random.RandomState(3)
 SOURCE = RNG.randint(1, 9, (ROWS, 6)) * (np.arange(6) < RNG.randint(2, 7, (ROWS, 1)))
@@ -281,23 +282,7 @@ class Eikonal(keras.Model):
         return self.out(self.hidden(x)) * distance
 
     def gradient(self, receiver, source):
-        if BACKEND == "jax":
-            import jax
-
-            return jax.grad(lambda r: ops.sum(self.time(r, source)))(receiver)
-        if BACKEND == "torch":
-            import torch
-
-            with torch.enable_grad():
-                receiver = receiver.detach().clone().requires_grad_(True)
-                total = self.time(receiver, source).sum()
-                return torch.autograd.grad(total, receiver, create_graph=True)[0]
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            tape.watch(receiver)
-            time = self.time(receiver, source)
-        return tape.gradient(time, receiver)
+        return gradient_by(lambda r: self.time(r, source), receiver)
 
     def call(self, x):
         receiver, source, velocity = x[:, :2], x[:, 2:4], x[:, 4:]

@@ -19,23 +19,9 @@ from conformance.ports.port import (
     stepped,
     vectors,
 )
+from conformance.step_model import gradients_of
 
 GUIDES = "keras-team/keras-io: guides"
-
-
-def gradients_of(model, loss_of):
-    """Return a loss, further results and gradients, as the backend's guide does."""
-    variables = model.trainable_variables
-    if BACKEND == "torch":
-        model.zero_grad()
-        loss, beside = loss_of()
-        loss.backward()
-        return loss, beside, [v.value.grad for v in variables]
-    import tensorflow as tf
-
-    with tf.GradientTape() as tape:
-        loss, beside = loss_of()
-    return loss, beside, tape.gradient(loss, variables)
 
 
 class FirstExample(keras.Model):

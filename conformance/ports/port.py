@@ -141,12 +141,36 @@ class Tracked(keras.Model):
             mean.update_state(value)
         return {mean.name: mean.result() for mean in self.means}
 
+    def apply_step(self, variables: Any, loss_of: Callable) -> dict[str, Any]:
+        """Train by a loss, and return the logs of a model of one mean."""
+        return self.log(step_of(self.optimizer, variables, loss_of))
+
 
 def step_of(optimizer: Any, variables: Any, loss_of: Callable, has_aux=False) -> Any:
     """Apply gradients as `tape.gradient` and `apply_gradients` do in the examples."""
     result, gradients = ks.value_and_grad(loss_of, variables, has_aux=has_aux)()
     optimizer.apply_gradients(zip(gradients, variables, strict=True))
     return result
+
+
+def gradient_by(fn: Callable[[Any], Any], x: Any) -> Any:
+    """Return the differentiable gradient of a sum of outputs by inputs."""
+    if BACKEND == "jax":
+        import jax
+
+        return jax.grad(lambda x: keras.ops.sum(fn(x)))(x)
+    if BACKEND == "torch":
+        import torch
+
+        with torch.enable_grad():
+            x = x.detach().clone().requires_grad_(True)
+            return torch.autograd.grad(fn(x).sum(), x, create_graph=True)[0]
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        outputs = fn(x)
+    return tape.gradient(outputs, x)
 
 
 @contextlib.contextmanager
