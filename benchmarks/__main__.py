@@ -86,22 +86,17 @@ def _measure(
 def select_rows(
     backends: Sequence[str], only: str = "", aims: bool = False
 ) -> dict[tuple[Comparison, str], str]:
-    """Return the names of rows to measure, by the comparison and its case.
+    """Return the names that contain `only`, by the comparison and its case.
 
-    Args:
-        backends: The backends of the rows.
-        only: Text that the names contain.
-        aims: Whether only rows with an aim are measured.
+    If `aims`, only those of rows with an aim.
     """
     names = {
-        (comparison, case): _name(
-            comparison.backend, f"{case}: {comparison.name}", comparison.peer
-        )
-        for comparison in COMPARISONS
-        for case in comparison.cases
-        if comparison.backend in backends
-        and (comparison.aim is not None or not aims)
-        and (_KERAS / comparison.needs).exists()
+        (row, case): _name(row.backend, f"{case}: {row.name}", row.peer)
+        for row in COMPARISONS
+        for case in row.cases
+        if row.backend in backends
+        and (row.aim is not None or not aims)
+        and (_KERAS / row.needs).exists()
     }
     return {key: name for key, name in names.items() if only in name}
 

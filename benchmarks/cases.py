@@ -16,26 +16,16 @@ import keras
 import numpy as np
 from keras import layers
 
-from benchmarks.comparisons import (
-    CNN,
-    DROPOUT,
-    EMBEDDING,
-    EXACT_CNN,
-    EXACT_TRANSFORMER,
-    LARGE_MLP,
-    LARGE_NORMALIZED,
-    MLP,
-    NORMALIZED,
-    ON_GPUS,
-    REHEARSAL,
-    RESNET50,
-    TRANSFORMER,
-    WIDE_MLP,
-)
+from benchmarks import comparisons as names
+from benchmarks.comparisons import REHEARSAL
 
 CHARACTERS = 96  # those of ASCII that print, and one for all others
 WORDS = 8192
 TOPICS = 16
+
+
+Build = Callable[[], keras.Model]
+Load = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -50,8 +40,8 @@ class Case:
     """
 
     name: str
-    build: Callable[[], keras.Model]
-    load: Callable[[], tuple[np.ndarray, np.ndarray]]
+    build: Build
+    load: Load
     batch: int
 
     def compiled(
@@ -59,13 +49,8 @@ class Case:
     ) -> keras.Model:
         """Return the model, ready for `fit`."""
         model = self.build()
-        model.compile(
-            optimizer(),
-            loss(),
-            metrics=["accuracy"],
-            steps_per_execution=steps_per_execution,
-            jit_compile=jit_compile,
-        )
+        how = {"steps_per_execution": steps_per_execution, "jit_compile": jit_compile}
+        model.compile(optimizer(), loss(), metrics=["accuracy"], **how)
         return model
 
     @functools.lru_cache(maxsize=2)  # noqa: B019, the cases live as long as the process
@@ -100,24 +85,21 @@ def build_mlp(units: int = 256, hidden: int = 2, rate: float = 0.0) -> keras.Mod
     return model
 
 
-def _cnn() -> keras.Model:
-    model = keras.Sequential([keras.Input((8, 8, 1))])
-    for filters in (32, 64):
-        model.add(layers.Conv2D(filters, 3, padding="same", activation="relu"))
-    for layer in (layers.MaxPooling2D(2), layers.Flatten(), layers.Dense(10)):
-        model.add(layer)
-    return model
-
-
-def _normalized_cnn(
-    side: int = 8, channels: int = 1, filters: tuple = (32, 64), pools: bool = False
+def _cnn(
+    side: int = 8,
+    channels: int = 1,
+    filters: tuple = (32, 64),
+    pools: bool = False,
+    normalizes: bool = True,
 ) -> keras.Model:
-    """Return a CNN with BatchNormalization; if `pools`, after each convolution."""
+    """Return a CNN; if `pools`, with pooling after each convolution."""
     model = keras.Sequential([keras.Input((side, side, channels))])
     for number, count in enumerate(filters, 1):
-        model.add(layers.Conv2D(count, 3, padding="same", use_bias=False))
-        model.add(layers.BatchNormalization())
-        model.add(layers.Activation("relu"))
+        options = {"use_bias": False} if normalizes else {"activation": "relu"}
+        model.add(layers.Conv2D(count, 3, padding="same", **options))
+        if normalizes:
+            model.add(layers.BatchNormalization())
+            model.add(layers.Activation("relu"))
         if pools or number == len(filters):
             model.add(layers.MaxPooling2D(2))
     for layer in (layers.Flatten(), layers.Dense(10)):
@@ -221,23 +203,28 @@ def _drawn_words(words: int, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 _drawn_digits = functools.partial(_drawn_images, 32, 10)
 CPU_CASES = (
-    Case(MLP, build_mlp, _digits, 128),
-    Case(LARGE_MLP, build_mlp, _digits, 1024),
+    Case(names.MLP, build_mlp, _digits, 128),
+    Case(names.LARGE_MLP, build_mlp, _digits, 1024),
     # 9 MB of gradients: enough to send some of them while others are computed.
-    Case(WIDE_MLP, functools.partial(build_mlp, 1024, 3), _digits, 256),
-    Case(CNN, _cnn, _images, 128),
-    Case(NORMALIZED, _normalized_cnn, _images, 128),
+    Case(names.WIDE_MLP, functools.partial(build_mlp, 1024, 3), _digits, 256),
+    Case(names.CNN, functools.partial(_cnn, normalizes=False), _images, 128),
+    Case(names.NORMALIZED, _cnn, _images, 128),
     Case(
-        LARGE_NORMALIZED,
-        functools.partial(_normalized_cnn, 32, 3, (32, 64, 128), pools=True),
+        names.LARGE_NORMALIZED,
+        functools.partial(_cnn, 32, 3, (32, 64, 128), pools=True),
         _drawn_digits,
         64,
     ),
-    Case(RESNET50, _resnet50, _drawn_digits, 64),
-    Case(TRANSFORMER, _transformer, _next_characters, 16),
-    Case(EMBEDDING, _embedding, _topics_of_words, 128),
-    Case(DROPOUT[0], functools.partial(build_mlp, rate=0.2), _digits, 128),
-    Case(DROPOUT[1], functools.partial(_transformer, rate=0.1), _next_characters, 16),
+    Case(names.RESNET50, _resnet50, _drawn_digits, 64),
+    Case(names.TRANSFORMER, _transformer, _next_characters, 16),
+    Case(names.EMBEDDING, _embedding, _topics_of_words, 128),
+    Case(names.DROPOUT[0], functools.partial(build_mlp, rate=0.2), _digits, 128),
+    Case(
+        names.DROPOUT[1],
+        functools.partial(_transformer, rate=0.1),
+        _next_characters,
+        16,
+    ),
 )
 
 
@@ -278,12 +265,7 @@ def _resnet() -> keras.Model:
     return keras.Model(image, layers.Dense(CLASSES, dtype="float32")(x))
 
 
-def _gpu_case(
-    name: str,
-    build: Callable[[], keras.Model],
-    load: Callable[[], tuple[np.ndarray, np.ndarray]],
-    batch: int,
-) -> Case:
+def _gpu_case(name: str, build: Build, load: Load, batch: int) -> Case:
     """Return a case whose name ends with its precision."""
 
     def build_with_policy() -> keras.Model:
@@ -302,10 +284,10 @@ _large_transformer = functools.partial(_transformer, _WORDS, _LENGTH, *_SIZE)
 _words = functools.partial(_drawn_words, _WORDS, _LENGTH)
 _large_images = functools.partial(_drawn_images, SIDE, CLASSES)
 GPU_CASES = (
-    _gpu_case(EXACT_CNN, _smooth_cnn, _large_images, 512),
-    _gpu_case(EXACT_TRANSFORMER, _large_transformer, _words, 16),
-    _gpu_case(ON_GPUS[0], _large_transformer, _words, 32),
-    _gpu_case(ON_GPUS[1], _resnet, _large_images, 256),
-    _gpu_case(ON_GPUS[2], _smooth_cnn, _large_images, 512),
+    _gpu_case(names.EXACT_CNN, _smooth_cnn, _large_images, 512),
+    _gpu_case(names.EXACT_TRANSFORMER, _large_transformer, _words, 16),
+    _gpu_case(names.ON_GPUS[0], _large_transformer, _words, 32),
+    _gpu_case(names.ON_GPUS[1], _resnet, _large_images, 256),
+    _gpu_case(names.ON_GPUS[2], _smooth_cnn, _large_images, 512),
 )
 CASES = {case.name: case for case in (*CPU_CASES, *GPU_CASES)}

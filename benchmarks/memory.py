@@ -29,12 +29,7 @@ _ARRAY = re.compile(r"\b[a-z]+(\d+)\[([\d,]*)\]")
 
 
 def collectives(text: str, devices: int) -> Traffic:
-    """Return the collectives of a compiled program.
-
-    Args:
-        text: The program, as XLA writes it.
-        devices: How many devices it is for.
-    """
+    """Return the collectives of a program of so many devices, as XLA writes it."""
     # Of the result's bytes, as a ring sends them.
     share = (devices - 1) / devices
     factors = (2 * share, devices - 1, share, share)
@@ -133,12 +128,7 @@ def _measure_devices(width: int, call: str) -> Iterator[Row]:
 
 
 def compile_fit(model: Any, width: int) -> Any:
-    """Compile the step of `fit` as Keras compiles it on JAX.
-
-    Args:
-        model: A compiled model.
-        width: Of its inputs and outputs.
-    """
+    """Compile the step of `fit` of such a model as Keras compiles it on JAX."""
     import jax
     import keras
     import numpy as np
@@ -146,15 +136,9 @@ def compile_fit(model: Any, width: int) -> Any:
     rows = np.zeros((ROWS, width), "float32")
     batch = rows, rows
     model._symbolic_build(data_batch=batch)
-    state = tuple(
-        [v.value for v in variables]
-        for variables in (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        )
-    )
+    kinds = model.trainable_variables, model.non_trainable_variables
+    kinds += model.optimizer.variables, model.metrics_variables
+    state = tuple([v.value for v in variables] for variables in kinds)
     distribution: Any = keras.distribution.distribution()
     if distribution is not None:
         batch = distribution.place_batch(batch)

@@ -1,10 +1,9 @@
 """Writes what was measured into the documentation: `python -m benchmarks.pages [FILE]`.
 
-FILE is what `python -m benchmarks --json FILE` has written. It is kept in
-`benchmarks/history` under its version and date, and becomes the table of
+FILE is what `python -m benchmarks --json FILE` has written. It becomes the table of
 docs/benchmarks.md and a column of docs/benchmarks_history.md. Of several files of one
-date, the rows of the last one count. Without a file both are written again. Of the runs
-before the newest, the folder keeps only the ratios that the page shows.
+date, the rows of the last one count. Without a file both are written again. In
+`benchmarks/history` is the newest run, and of earlier ones the cells of the page.
 """
 
 import json
@@ -51,8 +50,17 @@ _SHOWN = 3
 
 def runs() -> list[dict[str, Any]]:
     """Return all that were kept, newest first."""
-    found = [json.loads(path.read_text()) for path in HISTORY.glob("*.json")]
-    return sorted(found, key=lambda run: run["date"], reverse=True)
+    if not (HISTORY / "runs.json").exists():
+        return []
+    kept = json.loads((HISTORY / "runs.json").read_text())
+    found = {_name(run): {**run, "rows": []} for run in kept["runs"]}
+    for row in kept["rows"]:
+        key = {name: row[name] for name in ("backend", "case", "peer")}
+        for name, cell in row.pop("earlier").items():
+            found[name]["rows"].append({**key, "cell": cell})
+        if row != key:
+            next(iter(found.values()))["rows"].append(row)
+    return list(found.values())
 
 
 def merge_rows(
@@ -103,17 +111,28 @@ def history(kept: list[dict[str, Any]]) -> str:
     columns = [_name(run) for run in kept]
     parts = [HEAD, "## The runs", ""]
     parts += [f"- **{_name(run)}**: {_describe(run)}" for run in kept]
+    rows = _cells_of_rows(kept).items()
     for backend in BACKENDS:
-        rows: dict[tuple[str, str], dict[str, str]] = {}
-        for run in kept:
-            for row in run["rows"]:
-                if row["backend"] == backend:
-                    cells = rows.setdefault((row["case"], row["peer"]), {})
-                    cells[_name(run)] = _cell(row)
-        lines = [(*key, *(c.get(n, "") for n in columns)) for key, c in rows.items()]
+        lines = [
+            (case, peer, *(cells.get(name, "") for name in columns))
+            for (on, case, peer), cells in rows
+            if on == backend
+        ]
         table = markdown(("case: ours", "peer", *columns), lines)
         parts += ["", f"## {backend}", "", table]
     return "\n".join([*parts, "", CHANGES.read_text()])
+
+
+def _cells_of_rows(
+    kept: list[dict[str, Any]],
+) -> dict[tuple[str, str, str], dict[str, str]]:
+    """Return the cells by run, for each backend, case and peer."""
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
+    for run in kept:
+        for row in run["rows"]:
+            cells = rows.setdefault((row["backend"], row["case"], row["peer"]), {})
+            cells[_name(run)] = _cell(row)
+    return rows
 
 
 def _name(run: dict[str, Any]) -> str:
@@ -127,6 +146,8 @@ def _describe(run: dict[str, Any]) -> str:
 
 
 def _cell(row: dict[str, Any]) -> str:
+    if "cell" in row:
+        return row["cell"]
     ratios = (f"{row['speeds'][unit]['ratio']:.2f}" for unit in (WALL, CPU))
     return " / ".join(ratios) + (" ~" if is_noisy(row) else "")
 
@@ -134,38 +155,26 @@ def _cell(row: dict[str, Any]) -> str:
 def keep(file: Path) -> None:
     """Add a run to the history, or its rows to those of its day."""
     run = json.loads(file.read_text())
-    path = _path(run)
-    if path.exists():
-        run["rows"] = merge_rows(json.loads(path.read_text())["rows"], run["rows"])
-    _write(run)
-    _, *older = runs()
-    for place, run in enumerate(older, 1):
-        if place < _SHOWN:
-            _write({**run, "rows": [_only_shown(row) for row in run["rows"]]})
-        else:
-            _path(run).unlink()
-
-
-def _write(run: dict[str, Any]) -> None:
-    """Write a run into the history, each row in a line."""
-    rows = ",\n".join(json.dumps(r, separators=(",", ":")) for r in run["rows"])
-    text = json.dumps({**run, "rows": []}, indent=1)
-    text = text.replace('"rows": []', f'"rows": [\n{rows}\n ]')
-    _path(run).write_text(text + "\n")
-
-
-def _only_shown(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page of the history shows of a row."""
-    shown = {name: row[name] for name in ("backend", "case", "peer")}
-    shown["speeds"] = {
-        unit: {"ratio": round(speed["ratio"], 4)}
-        for unit, speed in row["speeds"].items()
-    }
-    return {**shown, "noise": row["noise"]} if is_noisy(row) else shown
-
-
-def _path(run: dict[str, Any]) -> Path:
-    return HISTORY / f"{run['version']}-{run['date']}.json"
+    found = {_name(run): run for run in runs()}
+    if _name(run) in found:
+        run["rows"] = merge_rows(found[_name(run)]["rows"], run["rows"])
+    found[_name(run)] = run
+    kept = sorted(found.values(), key=lambda run: run["date"], reverse=True)[:_SHOWN]
+    cells = _cells_of_rows(kept[1:])
+    rows = [
+        {**row, "earlier": cells.pop((row["backend"], row["case"], row["peer"]), {})}
+        for row in kept[0]["rows"]
+    ]
+    for (backend, case, peer), earlier in cells.items():
+        key = {"backend": backend, "case": case, "peer": peer}
+        rows.append({**key, "earlier": earlier})
+    for run in kept:
+        del run["rows"]
+    # Each row in a line.
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+    text = json.dumps({"runs": kept, "rows": []}, indent=1)
+    text = text.replace('"rows": []', f'"rows": [\n{lines}\n ]')
+    (HISTORY / "runs.json").write_text(text + "\n")
 
 
 def main() -> None:

@@ -25,6 +25,14 @@ MAX_OTHERS, MAX_SPREAD = 0.03, 0.08
 _TIMEOUT_SECONDS = 300.0
 
 
+def torchrun_variables(
+    rank: int, workers: int, address: str, port: int
+) -> dict[str, str]:
+    """Return the variables by which processes of torchrun find each other."""
+    place = {"RANK": str(rank), "WORLD_SIZE": str(workers)}
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), **place}
+
+
 class ProgramProcesses(contextlib.AbstractContextManager["ProgramProcesses"]):
     """Processes of one program: all of them train together, and wait together.
 
@@ -58,14 +66,9 @@ class ProgramProcesses(contextlib.AbstractContextManager["ProgramProcesses"]):
             variables[0]["TF_CONFIG"] = None
         elif not program.is_ours:
             (port,) = free_ports(1)
-            for rank in range(workers):  # as torchrun sets them
-                variables[rank] |= {
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(workers),
-                    "GLOO_SOCKET_IFNAME": "lo",
-                }
+            for rank in range(workers):
+                variables[rank] |= torchrun_variables(rank, workers, "127.0.0.1", port)
+                variables[rank]["GLOO_SOCKET_IFNAME"] = "lo"
         self._runner = WorkerRunner(
             *(workers, devices if program.is_ours else None, _TIMEOUT_SECONDS),
             environment=variables,
@@ -182,20 +185,12 @@ def measure_row(
     seconds: float,
     starts: int = 1,
 ) -> dict[str, Any]:
-    """Measure a comparison of one case.
+    """Measure a comparison of one case, and return the row.
 
-    Args:
-        starter: What starts the processes.
-        comparison: The programs.
-        case: The name of the case.
-        rounds: How often each of them is timed after a start.
-        seconds: About how long it trains each time.
-        starts: How often the processes of both are started. One start can be some
-            percent faster than the next, with the places that its memory got, and
-            its own rounds do not show it.
-
-    Returns:
-        The row. Its `noise` is up to 1 where the machine was quiet.
+    In each of `starts` starts of the processes, each program is timed `rounds` times,
+    for about `seconds`. One start can be some percent faster than the next, with the
+    places that its memory got, and its own rounds do not show it. The `noise` of the
+    row is up to 1 where the machine was quiet.
     """
     done = [_start(starter, comparison, case, rounds, seconds) for _ in range(starts)]
     pairing = Pairing(tuple(round for start in done for round in start.pairing.rounds))

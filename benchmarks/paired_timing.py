@@ -91,16 +91,17 @@ def warm(ours: Turn, peer: Turn, seconds: float, min_steps: int = SHORT) -> int:
 
 def compare(ours: Turn, peer: Turn, steps: int, rounds: int) -> Pairing:
     """Time two programs in turn, with `steps` in the long time of each round."""
-    return Pairing(
-        tuple((_time(ours, steps), _time(peer, steps)) for _ in range(rounds))
+    short = max(1, steps // SHORT)
+    pairs = (
+        (_time(ours, short, steps), _time(peer, short, steps)) for _ in range(rounds)
     )
+    return Pairing(tuple(pairs))
 
 
-def _time(turn: Turn, steps: int) -> Times:
-    num_short = max(1, steps // SHORT)
-    short, long = turn(num_short), turn(steps)
-    step = {unit: (long[unit] - short[unit]) / (steps - num_short) for unit in long}
-    return step, short[WALL] - num_short * step[WALL]
+def _time(turn: Turn, few: int, many: int) -> Times:
+    short, long = turn(few), turn(many)
+    step = {unit: (long[unit] - short[unit]) / (many - few) for unit in long}
+    return step, short[WALL] - few * step[WALL]
 
 
 def seconds_per_call(
@@ -114,15 +115,8 @@ def seconds_per_call(
         rounds: How often both are timed.
     """
     call(few), call(many)
-    differences = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        call(few)
-        middle = time.perf_counter()
-        call(many)
-        end = time.perf_counter()
-        differences.append(((end - middle) - (middle - begin)) / (many - few))
-    return statistics.median(differences)
+    times = [_time(turn_of(call), few, many) for _ in range(rounds)]
+    return statistics.median(step[WALL] for step, _ in times)
 
 
 class OtherLoad:

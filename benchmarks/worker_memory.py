@@ -24,13 +24,8 @@ from benchmarks.memory import ROWS, Traffic, build_model
 def measure_worker(width: int, shard: str | None) -> tuple[list[int], Traffic]:
     """Train two steps of one batch, and return sizes and collectives.
 
-    Args:
-        width: Of the layers.
-        shard: What is split.
-
-    Returns:
-        The bytes of the parameters, of the optimizer's slots and of the peak, and the
-        collectives of the second step.
+    The sizes are the bytes of the parameters, of the optimizer's slots and of the peak.
+    The collectives are those of the second step.
     """
     measure = {"torch": _measure_torch, "tensorflow": _measure_tensorflow}
     return measure[keras.backend.backend()](width, shard)
@@ -93,13 +88,9 @@ def _measure_tensorflow(width: int, shard: str | None) -> tuple[list[int], Traff
 
 
 def count_traffic(least: int = 1000) -> Traffic:
-    """Count collectives, and the bytes that this worker sends, from now on.
+    """Count collectives of so many bytes, and what this worker sends, from now on.
 
-    Args:
-        least: The bytes of those that count.
-
-    Returns:
-        Counts that grow on torch; on TensorFlow those of the graph traced last.
+    The counts grow on torch; on TensorFlow they are those of the graph traced last.
     """
     count = {"torch": count_on_torch, "tensorflow": count_on_tensorflow}
     return count[keras.backend.backend()](least)

@@ -55,13 +55,12 @@ def run_system(
 def main() -> int:
     """Run the systems and write or print the results."""
     parser = argparse.ArgumentParser(prog="python -m conformance", description=__doc__)
-    parser.add_argument("--system", nargs="+", default=[], help="such as accelerate")
-    parser.add_argument("--only", nargs="+", default=[], help="such as batch_norm")
-    parser.add_argument("--replicas", nargs="+", type=int, default=list(REPLICAS))
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument(
-        "--report", action="store_true", help="write the page of earlier runs"
-    )
+    add = parser.add_argument
+    add("--system", nargs="+", default=[], help="such as accelerate")
+    add("--only", nargs="+", default=[], help="such as batch_norm")
+    add("--replicas", nargs="+", type=int, default=list(REPLICAS))
+    add("--jobs", type=int, default=os.cpu_count() or 1)
+    add("--report", action="store_true", help="write the page of earlier runs")
     options = parser.parse_args()
     try:
         chosen = systems.select(options.system)

@@ -145,6 +145,11 @@ def with_sgd(
     return compiled(model, optimizer, *args, **compile)
 
 
+def regressor(*middle: Make, optimizer: Any = None, **compile: Any) -> keras.Model:
+    """Return a compiled MLP of one output."""
+    return with_sgd(mlp(*middle), optimizer, **compile)
+
+
 def classifier(*middle: Make, **compile: Any) -> keras.Model:
     """Return a compiled classifier of three classes."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -66,10 +66,8 @@ class Program:
 _PROGRAMS: dict[str, Program] = {}
 
 
-def program(
-    data: Callable[[int], tuple], **options: Any
-) -> Callable[[Callable[[], keras.Model]], Callable[[], keras.Model]]:
-    """Register a function that builds a compiled model as a program.
+def program(data: Callable[[int], tuple], **options: Any) -> Callable:
+    """Register a function that builds a compiled model as a program of its name.
 
     Args:
         data: Returns the arrays of a number of rows, as a tuple of `Data`.
@@ -77,19 +75,26 @@ def program(
     """
 
     def register(build: Callable[[], keras.Model]) -> Callable[[], keras.Model]:
-        if build.__name__ in _PROGRAMS:
-            raise ValueError(
-                "Expected a function whose name no other program has. "
-                f"Received: {build.__name__!r}"
-            )
-        family = build.__module__.rpartition(".")[2]
-        made = Program(
-            build.__name__, family, build, lambda rows: Data(*data(rows)), **options
-        )
-        _PROGRAMS[made.name] = made
+        _register(build.__name__, build, data, **options)
         return build
 
     return register
+
+
+def programs(data: Callable[[int], tuple], **builds: Callable[[], keras.Model]) -> None:
+    """Register functions as programs of the same data, by name."""
+    for name, build in builds.items():
+        _register(name, build, data)
+
+
+def _register(name: str, build: Callable, data: Callable, **options: Any) -> None:
+    if name in _PROGRAMS:
+        raise ValueError(
+            f"Expected a function whose name no other program has. Received: {name!r}"
+        )
+    family = build.__module__.rpartition(".")[2]
+    made = Program(name, family, build, lambda rows: Data(*data(rows)), **options)
+    _PROGRAMS[name] = made
 
 
 def all_programs() -> list[Program]:

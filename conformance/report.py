@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.tables import markdown
 from conformance.environments import ROOT
 from conformance.program import Program, all_programs
 from conformance.systems import ALL, System
@@ -48,27 +49,23 @@ def scores(results: dict[str, Any]) -> str:
     """Return the table of scores, with a row for each system of the results."""
     columns = sorted({c["replicas"] for c in _cells(results)})
     first = columns[0]
-    lines = [
-        "| system | "
-        + " | ".join(f"N = {n}" for n in columns)
-        + f" | N = {first}, full batches | differs, with a warning "
-        "| raises | not applicable |",
-        "| --- |" + " --- |" * (len(columns) + 4),
-    ]
+    ends = ("differs, with a warning", "raises", "not applicable")
+    numbers = [f"N = {n}" for n in columns]
+    lines = []
     for system in _systems(results):
         cells = [c for c in _cells(results) if c["system"] == system.name]
         uneven = [c for c in cells if c["rows"] == "uneven"]
         texts = [_score([c for c in uneven if c["replicas"] == n]) for n in columns]
         # A program that equals one device with an uneven batch is not run again.
         full = {c["program"]: c for c in uneven if c["replicas"] == first}
+        shown = list(full.values())
         full |= {c["program"]: c for c in cells if c["rows"] == "full"}
-        texts.append(_score(list(full.values())))
-        ends = [c for c in uneven if c["replicas"] == first]
-        warned = sum(not c["equal"] and bool(c.get("warnings")) for c in ends)
-        raised, skipped = (sum(k in c for c in ends) for k in ("error", "skipped"))
-        texts += map(str, (warned, raised, skipped))
-        lines.append(f"| {system.title} | {' | '.join(texts)} |")
-    return "\n".join(lines)
+        warned = sum(not c["equal"] and bool(c.get("warnings")) for c in shown)
+        counts = [warned, *(sum(k in c for c in shown) for k in ("error", "skipped"))]
+        full_score = _score(list(full.values()))
+        lines.append((system.title, *texts, full_score, *map(str, counts)))
+    head = ("system", *numbers, f"N = {first}, full batches", *ends)
+    return markdown(head, lines)
 
 
 def _score(cells: list[dict[str, Any]]) -> str:
@@ -98,18 +95,14 @@ def tables(results: dict[str, Any], programs: Sequence[Program]) -> str:
     }
     texts = [scores(results)]
     for n in sorted({c["replicas"] for c in _cells(results)}):
-        lines = [
-            f"## N = {n}",
-            "",
-            "| program | " + " | ".join(s.title for s in chosen) + " |",
-            "| --- |" + " --- |" * len(chosen),
-        ]
+        lines: list[tuple[str, ...]] = []
         for family in sorted({p.family for p in programs}):
-            lines.append(f"| **{family}** |" + " |" * len(chosen))
+            lines.append((f"**{family}**", *("" for _ in chosen)))
             for program in (p for p in programs if p.family == family):
-                row = [_texts(found, s.name, program.name, n) for s in chosen]
-                lines.append(f"| {program.name} | {' | '.join(row)} |")
-        texts.append("\n".join(lines))
+                row = (_texts(found, s.name, program.name, n) for s in chosen)
+                lines.append((program.name, *row))
+        head = ("program", *(s.title for s in chosen))
+        texts.append(f"## N = {n}\n\n{markdown(head, lines)}")
     return "\n\n".join(texts)
 
 
@@ -148,19 +141,19 @@ def outcomes(results: dict[str, Any], programs: Sequence[Program]) -> str:
         if c["replicas"] == first
     }
     lines = [
-        "| program | " + " | ".join(s.title for s in chosen) + " |",
-        "| --- |" + " --- |" * len(chosen),
-    ]
-    for program in programs:
-        words = (
-            outcome(
-                found[system.name, program.name, "uneven"],
-                found.get((system.name, program.name, "full")),
-            )
-            for system in chosen
+        (
+            program.name,
+            *(
+                outcome(
+                    found[system.name, program.name, "uneven"],
+                    found.get((system.name, program.name, "full")),
+                )
+                for system in chosen
+            ),
         )
-        lines.append(f"| {program.name} | {' | '.join(words)} |")
-    return "\n".join(lines)
+        for program in programs
+    ]
+    return markdown(("program", *(s.title for s in chosen)), lines)
 
 
 def write_figures(results: dict[str, Any]) -> None:

@@ -76,17 +76,11 @@ def run_forked(
                 warnings.simplefilter("ignore")
                 pid = os.fork()
             if not pid:
-                os.environ.update(
-                    RANK=str(rank),
-                    LOCAL_RANK=str(rank),
-                    WORLD_SIZE=str(processes),
-                    LOCAL_WORLD_SIZE=str(processes),
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=str(port),
-                )
-                if processes == 1:
-                    for variable in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-                        del os.environ[variable]
+                if processes > 1:  # as torchrun sets them
+                    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+                    sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+                    os.environ |= dict.fromkeys(sizes, str(processes))
+                    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 _run_child(folder, rank, module, program, replicas, initial)
             children[pid] = rank
         failure = _wait(children, folder)
@@ -177,14 +171,9 @@ def run_cell(
     start = time.monotonic()
     try:
         one = reference(program, folder)
-        many = run_forked(
-            system.module,
-            replicas if system.processes else 1,
-            program,
-            replicas,
-            one.initial,
-        )
-        cell = compare(one, many)
+        processes = replicas if system.processes else 1
+        how = system.module, processes, program, replicas, one.initial
+        cell = compare(one, run_forked(*how))
     except NotApplicable as reason:
         cell = {"skipped": str(reason)}
     except (CellError, ValueError) as error:

@@ -5,6 +5,7 @@ guides on custom training steps, for the backend in use. A loop by hand calls th
 methods, with the system's wrapper in the place of the model.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -49,35 +50,43 @@ class StepModel(keras.Model):
 
     def train_step(self, *arguments: Any) -> Any:
         """Run the step of the backend's guide."""
-        return globals()[f"_{keras.backend.backend()}_step"](self, *arguments)
+        step = _jax_step if keras.backend.backend() == "jax" else _eager_step
+        return step(self, *arguments)
 
 
-def _torch_step(model: StepModel, data: Any) -> dict[str, Any]:
-    import torch
-
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    model.zero_grad()
-    loss, y_pred = model.loss_of(model, x, y, sample_weight)
-    loss.backward()
-    variables = model.trainable_weights
-    with torch.no_grad():
-        gradients = model.change_gradients([v.value.grad for v in variables])
-        model.optimizer.apply(gradients, variables)
-        model.after_update()
-    return model.log(loss, y, y_pred, sample_weight)
-
-
-def _tensorflow_step(model: StepModel, data: Any) -> dict[str, Any]:
+def gradients_of(model: keras.Model, loss_of: Callable, variables: Any = None) -> Any:
+    """Return a loss, further results and gradients, as the backend's guide does."""
+    variables = model.trainable_variables if variables is None else variables
+    if keras.backend.backend() == "torch":
+        model.zero_grad()
+        loss, beside = loss_of()
+        loss.backward()
+        return loss, beside, [v.value.grad for v in variables]
     import tensorflow as tf
 
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape:
-        loss, y_pred = model.loss_of(model, x, y, sample_weight)
-    variables = model.trainable_weights
-    gradients = model.change_gradients(tape.gradient(loss, variables))
-    model.optimizer.apply(gradients, variables)
-    model.after_update()
-    return model.log(loss, y, y_pred, sample_weight)
+        loss, beside = loss_of()
+    return loss, beside, tape.gradient(loss, variables)
+
+
+def _eager_step(model: StepModel, data: Any) -> dict[str, Any]:
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+    loss, y_pred, gradients = gradients_of(
+        model, lambda: model.loss_of(model, x, y, weight)
+    )
+    with _no_grad():
+        gradients = model.change_gradients(gradients)
+        model.optimizer.apply(gradients, model.trainable_weights)
+        model.after_update()
+    return model.log(loss, y, y_pred, weight)
+
+
+def _no_grad() -> contextlib.AbstractContextManager[Any]:
+    if keras.backend.backend() != "torch":
+        return contextlib.nullcontext()
+    import torch
+
+    return torch.no_grad()
 
 
 def _jax_step(model: StepModel, state: Any, data: Any) -> tuple[dict[str, Any], Any]:

@@ -101,7 +101,7 @@ class Run:
         variables: dict[str, str | None] = {
             "KERAS_BACKEND": backend,
             "TF_CPP_MIN_LOG_LEVEL": "2",
-            "TF_CONFIG": None,  # that of no cluster
+            "TF_CONFIG": None,
             # Two processes share a GPU while they take turns.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",

@@ -9,6 +9,7 @@ import keras
 import keras_strategy as ks
 from benchmarks.cases import CASES
 from benchmarks.comparisons import MLP, WORKERS
+from benchmarks.paired_processes import torchrun_variables
 from benchmarks.paired_timing import seconds_per_call
 from benchmarks.program_process import find_function
 from benchmarks.programs import Train
@@ -52,13 +53,8 @@ def join(machines: Sequence[Machine], is_peer: bool) -> None:
     """Enter this worker's machine, for a peer with the variables of torchrun."""
     rank = join_as_worker([machine.address for machine in machines], machines)
     if is_peer:
-        os.environ.update(
-            MASTER_ADDR=machines[0].address,
-            MASTER_PORT=str(PORT),
-            RANK=str(rank),
-            WORLD_SIZE=str(len(machines)),
-            GLOO_SOCKET_IFNAME="eth0",
-        )
+        place = rank, len(machines), machines[0].address, PORT
+        os.environ.update(torchrun_variables(*place), GLOO_SOCKET_IFNAME="eth0")
 
 
 def time_step(name: str, machines: Sequence[Machine]) -> float:

@@ -1,7 +1,6 @@
 """Our programs: `fit` and loops on a strategy."""
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -28,13 +27,13 @@ def fit_under(
     case: Case,
     steps_per_execution: int = 1,
     jit_compile: bool | str = "auto",
-    shuffle: bool = True,
-    callbacks: Sequence[keras.callbacks.Callback] = (),
+    **arguments: Any,
 ) -> Fit:
+    """Train with arguments of `fit`."""
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = case.compiled(steps_per_execution, jit_compile)
-    return Fit(model, case, shuffle=shuffle, callbacks=list(callbacks))
+    return Fit(model, case, **arguments)
 
 
 def fit(
@@ -49,14 +48,8 @@ def fit(
 ) -> Fit:
     """Train by `fit`.
 
-    Args:
-        case: What is trained.
-        strategy: The name of the strategy.
-        steps_per_execution, jit_compile: Arguments of `compile`.
-        compile_backend: That of torch.compile.
-        exact_random: Whether the replicas draw one device's random numbers.
-        exact: Whether the weights can be compared with one device's.
-        options: Arguments of the strategy.
+    If `exact`, the weights can be compared with one device's. `options` are those of
+    the strategy, and `compile_backend` is torch.compile's.
     """
     if exact:
         from benchmarks.gpu import engine

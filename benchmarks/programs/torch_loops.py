@@ -13,27 +13,19 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.cases import CNN, LARGE_MLP, MLP, Case, loss, optimizer
+from benchmarks.cases import Case, loss, optimizer
+from benchmarks.comparisons import CNN, LARGE_MLP, MLP
 from benchmarks.programs import Train
 
 # What a loop does with the rows of one step.
 Step = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-def keras_loop(
-    case: Case,
-    distributed: bool = True,
-    compiled: bool = False,
-    bucket_cap_mb: float | None = None,
-) -> Train:
+def keras_loop(case: Case, distributed: bool = True, compiled: bool = False) -> Train:
     """Train the same Keras model, optimizer and metrics.
 
-    Args:
-        case: What is trained.
-        distributed: Whether this is one of several ranks.
-        compiled: Whether torch.compile makes a graph of the forward pass. As ours is on
-            a CPU: with torch's own kernels, which is the fastest there.
-        bucket_cap_mb: The size of DistributedDataParallel's buckets.
+    If `compiled`, torch.compile makes a graph of the forward pass with torch's own
+    kernels, as ours on a CPU: that is the fastest there.
     """
     keras.utils.set_random_seed(0)
     model, adam, mean_loss_of = case.build(), optimizer(), loss()
@@ -44,9 +36,7 @@ def keras_loop(
     module: Any = model
     if distributed:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        module = DistributedDataParallel(
-            module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb
-        )
+        module = DistributedDataParallel(module, gradient_as_bucket_view=True)
     forward = torch.compile(module, backend="eager") if compiled else module
 
     def step(x, y):

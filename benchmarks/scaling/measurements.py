@@ -86,13 +86,8 @@ class _SlowRows:
 
 
 def _measure_input(strategy: ks.Strategy, threads: int) -> float:
-    """Return the rows per second of all workers, with batches of 32 rows of them all.
-
-    Args:
-        strategy: The strategy of the workers.
-        threads: With how many threads a worker reads.
-    """
-    case, batch = CASES[MLP], 32
+    """Return the rows per second of all workers, each of which reads with threads."""
+    case, batch = CASES[MLP], 32  # rows of all workers
     with strategy.scope():
         model = case.compiled()
 

@@ -18,15 +18,10 @@ class Link:
 
     @classmethod
     def fitted(cls, workers: int, times: Mapping[int, float]) -> "Link":
-        """Return the link that explains measured all-reduces best.
+        """Return the link that explains measured all-reduces of workers best.
 
         Least squares of the relative errors, so that small arrays count as large ones
-        do.
-
-        Args:
-            workers: How many took part.
-            times: The seconds of an all-reduce by the bytes of its array, of two sizes
-                or more.
+        do. `times` are the seconds by the bytes of the array.
         """
         if len(times) < 2:
             raise ValueError(
@@ -51,10 +46,6 @@ class Link:
         In each of its 2 (N - 1) rounds a worker passes on 1/N of the data. No algorithm
         sends less: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms
         for clusters of workstations", J. Parallel Distrib. Comput. 69 (2009).
-
-        Args:
-            workers: Their number N.
-            data: The bytes of one worker's array.
         """
         rounds = 2 * (workers - 1)
         return rounds * (self.latency + data / workers / self.bandwidth)
@@ -79,10 +70,7 @@ class Step:
     def seconds(self, workers: int, link: Link, workers_per_device: float = 1) -> float:
         """Return the seconds of a step, with the same rows for each worker.
 
-        Args:
-            workers: Their number.
-            link: The connection between them.
-            workers_per_device: How many workers share a device, or a core.
+        Several workers may share a device, or a core.
         """
         share = max(1.0, workers_per_device)
         compute = self.compute * share

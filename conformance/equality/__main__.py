@@ -11,7 +11,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import keras
 
@@ -49,50 +49,36 @@ def mirrored(replicas: int, shard: str | None = None) -> ks.MirroredStrategy:
     return ks.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], shard=shard)
 
 
-def compare(
+def cell(
     case: Case,
     many: Callable[[Case, int], Trained],
-    ones: dict,
+    ones: dict[int, Trained],
     numbers: Sequence[int] = ROWS,
-) -> tuple:
-    """Return the largest differences over several numbers of rows.
+) -> tuple[str, bool]:
+    """Return the text of one cell, and True if it is within the tolerances.
 
     Args:
         case: The row of the table.
         many: Trains it with a number of rows on several devices.
         ones: The trainings on one device by rows, kept for the next cell.
         numbers: The numbers of rows.
-
-    Returns:
-        The largest difference in weights, in logs and in predictions.
     """
     worst = (0.0, 0.0, 0.0)
-    for rows in numbers:
-        if rows not in ones:
-            ones[rows] = run(case, rows)
-        found = differences(ones[rows], many(case, rows))
-        weights = max(found["weights"], found["optimizer"])
-        new = (weights, found["logs"], found["predictions"])
-        worst = tuple(map(max, worst, new))
-    return worst
-
-
-def cell(
-    case: Case,
-    many: Callable[[Case, int], Trained],
-    ones: dict,
-    numbers: Sequence[int] = ROWS,
-) -> tuple:
-    """Return the text of one cell, and True if it is within the tolerances."""
     try:
-        found = compare(case, many, ones, numbers)
+        for rows in numbers:
+            if rows not in ones:
+                ones[rows] = run(case, rows)
+            found = differences(ones[rows], many(case, rows))
+            weights = max(found["weights"], found["optimizer"])
+            new = (weights, found["logs"], found["predictions"])
+            worst = tuple(map(max, worst, new))
     except Exception as error:
         # A row that fails is part of the answer; the others are still asked.
         first = str(error).strip().splitlines()[:1]
         print(f"{case.name}: {type(error).__name__}: {first}", file=sys.stderr)
         return type(error).__name__, False
-    good = all(a <= b for a, b in zip(found, tolerances(case), strict=True))
-    return f"{written(found)}{'' if good else ' (!)'}", good
+    good = all(a <= b for a, b in zip(worst, tolerances(case), strict=True))
+    return f"{written(worst)}{'' if good else ' (!)'}", good
 
 
 def tolerances(case: Case) -> tuple[float, float, float]:
@@ -105,8 +91,13 @@ def written(numbers: tuple[float, ...]) -> str:
     return " / ".join(f"{number:.0e}" for number in numbers)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+def parse_numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def select(cases: Iterable[Case], only: str) -> list[Case]:
+    """Return the cases whose name contains one of several texts, `this|that`."""
+    return [c for c in cases if any(text in c.name for text in only.split("|"))]
 
 
 def _names(text: str) -> list[str | None]:
@@ -116,22 +107,14 @@ def _names(text: str) -> list[str | None]:
 def main() -> int:
     """Print the table and return 1 if a row does not equal one device."""
     parser = argparse.ArgumentParser(prog="python -m conformance.equality")
-    parser.add_argument(
-        "--replicas", default=(2, 3, 4), type=_numbers, help="such as 2,3,4"
-    )
-    parser.add_argument(
-        "--only", default="", help="rows whose name contains this, or that|if so given"
-    )
-    parser.add_argument("--random", action="store_true", help="layers that draw alone")
-    parser.add_argument("--rows", default=ROWS, type=_numbers, help="such as 21,17,18")
-    parser.add_argument(
-        "--shard",
-        default=(None,),
-        type=_names,
-        help="such as none,optimizer",
-    )
-    parser.add_argument("--processes", action="store_true", help="one per replica")
-    parser.add_argument("--native", action="store_true", help="the peer's column too")
+    add = parser.add_argument
+    add("--replicas", default=(2, 3, 4), type=parse_numbers, help="such as 2,3,4")
+    add("--only", default="", help="rows whose name contains this, or that|if so given")
+    add("--random", action="store_true", help="layers that draw alone")
+    add("--rows", default=ROWS, type=parse_numbers, help="such as 21,17,18")
+    add("--shard", default=(None,), type=_names, help="such as none,optimizer")
+    add("--processes", action="store_true", help="one per replica")
+    add("--native", action="store_true", help="the peer's column too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
 
@@ -155,11 +138,7 @@ def main() -> int:
     print(f"| row | {' | '.join(columns)} |")
     print("| --- |" + " --- |" * len(columns), flush=True)
     passed = failed = 0
-    cases = [
-        case
-        for case in (random.each() if options.random else all_cases())
-        if any(text in case.name for text in options.only.split("|"))
-    ]
+    cases = select(random.each() if options.random else all_cases(), options.only)
     if options.processes:
         workers = importlib.import_module("conformance.equality.workers")
         names = [case.name for case in cases if backend not in case.not_on]

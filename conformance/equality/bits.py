@@ -17,7 +17,7 @@ import numpy as np
 
 import keras_strategy as ks
 from conformance.compare import Trained
-from conformance.equality.__main__ import run
+from conformance.equality.__main__ import parse_numbers, run, select
 from conformance.equality.cases import Case, all_cases
 from conformance.equality.workers import train_with_processes
 
@@ -36,10 +36,8 @@ def digest(trained: Trained) -> str:
 
 def train_here(devices: int, virtual_replicas: int, case: Case, rows: int) -> Trained:
     """Trains a row on devices of this process."""
-    strategy = ks.MirroredStrategy(
-        [f"cpu:{i}" for i in range(devices)],
-        virtual_replicas=virtual_replicas,
-    )
+    cpus = [f"cpu:{i}" for i in range(devices)]
+    strategy = ks.MirroredStrategy(cpus, virtual_replicas=virtual_replicas)
     return run(case, rows, strategy)
 
 
@@ -55,23 +53,19 @@ def cell(train: Callable[[], Trained]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and return 1 if the bits of a row differ."""
     parser = argparse.ArgumentParser(prog="python -m conformance.equality.bits")
-    parser.add_argument("--virtual-replicas", type=int, default=12)
-    parser.add_argument("--devices", default="1", help="such as 1,2,3,4,6")
-    parser.add_argument("--workers", default="2,3,4,6", help='such as 2,3,4,6, or ""')
-    parser.add_argument("--only", default="", help="rows whose name contains this")
+    add = parser.add_argument
+    add("--virtual-replicas", type=int, default=12)
+    add("--devices", default=[1], type=parse_numbers, help="such as 1,2,3,4,6")
+    workers = {"default": [2, 3, 4, 6], "help": 'such as 2,3,4,6, or ""'}
+    add("--workers", type=parse_numbers, **workers)
+    add("--only", default="", help="rows whose name contains this")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
 
     backend, virtual = keras.backend.backend(), options.virtual_replicas
-    devices = list(map(int, options.devices.split(",")))
-    numbers = list(map(int, filter(None, options.workers.split(","))))
+    devices, numbers = options.devices, options.workers
     ks.config.set_logical_devices("cpu", max(devices))
-    cases = [
-        case
-        for case in all_cases()
-        if any(text in case.name for text in options.only.split("|"))
-        and backend not in case.not_on
-    ]
+    cases = [c for c in select(all_cases(), options.only) if backend not in c.not_on]
     names = [case.name for case in cases]
     trainers = [functools.partial(train_here, n, virtual) for n in devices]
     trainers += [

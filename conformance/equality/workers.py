@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras_strategy as ks
 from conformance.compare import Trained
@@ -14,15 +15,10 @@ Results = dict[tuple[str, int], Trained | Exception]
 
 
 def run_rows(
-    names: Sequence[str],
-    numbers: Sequence[int],
-    shard: str | None,
-    virtual_replicas: int | None,
+    names: Sequence[str], numbers: Sequence[int], options: dict[str, Any]
 ) -> Results:
     """Train rows as one of several workers."""
-    strategy = ks.MultiWorkerMirroredStrategy(
-        shard=shard, virtual_replicas=virtual_replicas
-    )
+    strategy = ks.MultiWorkerMirroredStrategy(**options)
     results: Results = {}
     for case in all_cases():
         for rows in numbers if case.name in names else ():
@@ -42,7 +38,8 @@ def train_with_processes(
     virtual_replicas: int | None = None,
 ) -> Callable[[Case, int], Trained]:
     """Train rows in processes of one device each, and return the chief's results."""
-    arguments = list(names), list(numbers), shard, virtual_replicas
+    options = {"shard": shard, "virtual_replicas": virtual_replicas}
+    arguments = list(names), list(numbers), options
     with WorkerRunner(workers, timeout_seconds=3600) as runner:
         found = runner.run(run_rows, *arguments)[0]
 

@@ -6,18 +6,27 @@ from keras import layers, ops
 
 import keras_strategy as ks
 from conformance.compare import scope
-from conformance.ports.port import BACKEND, Outcome, fitted, folder, port, vectors
-
-ROWS = 21  # by batches of 8 the last one has 5
-X, Y = vectors(ROWS, 4, 1)
+from conformance.ports.port import (
+    BACKEND,
+    ROWS,
+    Outcome,
+    X,
+    Y,
+    compiled,
+    dense,
+    fitted,
+    folder,
+    port,
+    vectors,
+)
 
 
 def mlp(units=8, optimizer="adam"):
-    model = keras.Sequential(
-        [keras.Input((4,)), layers.Dense(units, "tanh"), layers.Dense(1)]
-    )
-    model.compile(optimizer, "mse", metrics=["mae"])
-    return model
+    return compiled(dense(4, 1, units), optimizer, "mse", metrics=["mae"])
+
+
+def with_adam(model, *args, **options):
+    return compiled(model, keras.optimizers.Adam(1e-2), *args, **options)
 
 
 @port(
@@ -81,9 +90,8 @@ def keras_rs_dcn(strategy):
         inputs = keras.Input((4,))
         x = keras_rs.layers.FeatureCross()(inputs, inputs)
         x = keras_rs.layers.FeatureCross(projection_dim=2)(inputs, x)
-        model = keras.Model(inputs, layers.Dense(1)(layers.Dense(8, "tanh")(x)))
-        model.compile(keras.optimizers.Adam(1e-2), "mse", metrics=["mae"])
-        return model
+        outputs = layers.Dense(1)(layers.Dense(8, "tanh")(x))
+        return with_adam(keras.Model(inputs, outputs), "mse", metrics=["mae"])
 
     return fitted(strategy, make, X, Y)
 
@@ -98,13 +106,9 @@ def keras_rs_ranking(strategy):
         x = layers.Dense(4, "tanh")(layers.Embedding(9, 4)(movies))
         # A bias would move all scores alike, and have no gradient but rounding.
         scores = layers.Reshape((5,))(layers.Dense(1, use_bias=False)(x))
-        model = keras.Model(movies, scores)
-        model.compile(
-            keras.optimizers.Adam(1e-2),
-            keras_rs.losses.ListMLELoss(),
-            metrics=[keras_rs.metrics.NDCG(k=3, name="ndcg")],
-        )
-        return model
+        ndcg = keras_rs.metrics.NDCG(k=3, name="ndcg")
+        loss = keras_rs.losses.ListMLELoss()
+        return with_adam(keras.Model(movies, scores), loss, metrics=[ndcg])
 
     movies = np.random.RandomState(4).randint(0, 9, (ROWS, 5))
     ratings = np.float32(movies % 4)
@@ -153,15 +157,12 @@ def retrieval(strategy, cls):
         model = cls()
         model(np.zeros((1,)))
         model.candidate_model(np.zeros((1,)))
-        model.compile(keras.optimizers.Adam(1e-2))
-        return model
+        return with_adam(model)
 
     return fitted(strategy, make, np.arange(ROWS) % 9, np.arange(ROWS) % 7)
 
 
-@port(
-    f"{RS}/basic_retrieval.py",
-)
+@port(f"{RS}/basic_retrieval.py")
 def keras_rs_retrieval(strategy):
     return retrieval(strategy, RetrievalModel)
 
@@ -199,7 +200,7 @@ def posterior(strategy, standardize, **network):
             ),
             standardize=standardize,
         )
-        approximator.compile(optimizer=keras.optimizers.Adam(1e-2))
+        with_adam(approximator)
     dataset = bf.datasets.OfflineDataset(data, 8, None, shuffle=False)
     history = approximator.fit(dataset=dataset, epochs=2, verbose=0).history
     log_prob = approximator.log_prob(data=data)
@@ -211,10 +212,7 @@ def bayesflow_coupling_flow(strategy):
     return posterior(strategy, None)
 
 
-@port(
-    f"{BAYESFLOW}/Linear_Regression_Starter.ipynb",
-    needs="bayesflow",
-)
+@port(f"{BAYESFLOW}/Linear_Regression_Starter.ipynb", needs="bayesflow")
 def bayesflow_standardize(strategy):
     """Keep the moments of all rows seen, without an aggregation."""
     return posterior(strategy, "inference_variables")

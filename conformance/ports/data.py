@@ -4,18 +4,18 @@ import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
-from keras import layers
 
 import keras_strategy as ks
 from conformance.compare import scope
-from conformance.ports.port import Outcome, folder, port, vectors
+from conformance.ports.port import Outcome, compiled, dense, folder, port, vectors
 
 ROWS, BATCH = 27, 12  # of one device, and of all workers together
 X, Y = vectors(ROWS, 4, 1)
-DATASETS = "huggingface/datasets: docs/source"
+DATASETS = "huggingface/datasets: docs/source/use_with_pytorch.mdx"
 
 
 def which(strategy: Any) -> tuple[int, int]:
@@ -29,10 +29,8 @@ def trained(strategy: Any, data: Any, epochs: int = 2) -> Outcome:
     """Trains on data, which no worker may read twice without a word."""
     keras.utils.set_random_seed(1)
     with scope(strategy):
-        model = keras.Sequential(
-            [keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(1)]
-        )
-        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        sgd = keras.optimizers.SGD(0.1)
+        model = compiled(dense(4, 1), sgd, "mse", metrics=["mae"])
     history = model.fit(data, epochs=epochs, verbose=0, shuffle=False).history
     return Outcome(model.get_weights(), list(history.values()))
 
@@ -50,7 +48,7 @@ def collate(rows: list) -> tuple:
     return tuple(torch.tensor(np.stack([row[name] for row in rows])) for name in "xy")
 
 
-@port(f"{DATASETS}/use_with_pytorch.mdx", needs="datasets", workers=True)
+@port(DATASETS, needs="datasets", workers=True)
 def hugging_face_stream(strategy):
     """`split_dataset_by_node` says which part it gives, behind a `DataLoader` too."""
     from datasets.distributed import split_dataset_by_node
@@ -62,7 +60,7 @@ def hugging_face_stream(strategy):
     return trained(strategy, loader)
 
 
-@port(f"{DATASETS}/use_with_pytorch.mdx", needs="datasets", workers=True)
+@port(DATASETS, needs="datasets", workers=True)
 def hugging_face_rows(strategy):
     """Read a map-style dataset, which needs no split."""
     from torch.utils.data import DataLoader
@@ -70,12 +68,10 @@ def hugging_face_rows(strategy):
     return trained(strategy, DataLoader(table(), BATCH, collate_fn=collate))
 
 
-@port(
-    f"{DATASETS}/use_with_pytorch.mdx",
-    needs="datasets",
-    workers=True,
-    refused=dict.fromkeys(("jax", "torch", "tensorflow"), "AutoShardPolicy.OFF"),
-)
+REFUSED = dict.fromkeys(("jax", "torch", "tensorflow"), "AutoShardPolicy.OFF")
+
+
+@port(DATASETS, needs="datasets", workers=True, refused=REFUSED)
 def hugging_face_rows_split(strategy):
     """And does not say that it was split, which is found in the first batch."""
     from datasets.distributed import split_dataset_by_node
@@ -89,15 +85,8 @@ def hugging_face_rows_split(strategy):
 def ranks(strategy: Any) -> Iterator[None]:
     """Tells the process's number as `torchrun` does."""
     names = dict(zip(("RANK", "WORLD_SIZE"), map(str, which(strategy)), strict=True))
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
+    with mock.patch.dict(os.environ, names):
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 @port("webdataset/webdataset: README.md", needs="webdataset", workers=True)
@@ -124,7 +113,7 @@ def webdataset_shards(strategy):
         return trained(strategy, data, epochs=4)
 
 
-TORCHDATA = "meta-pytorch/data: torchdata/stateful_dataloader"
+TORCHDATA = "meta-pytorch/data: torchdata/stateful_dataloader/README.md"
 
 
 def loader(rank: int, size: int) -> Any:
@@ -138,12 +127,12 @@ def loader(rank: int, size: int) -> Any:
     return StatefulDataLoader(rows, batch_size=BATCH // size, sampler=sampler)
 
 
-@port(f"{TORCHDATA}/README.md", needs="torchdata", workers=True)
+@port(TORCHDATA, needs="torchdata", workers=True)
 def torchdata_sampler(strategy):
     return trained(strategy, loader(*which(strategy)))
 
 
-@port(f"{TORCHDATA}/README.md", needs="torchdata", workers=True)
+@port(TORCHDATA, needs="torchdata", workers=True)
 def torchdata_goes_on(strategy):
     """Resume a loader that reports its position, under a strategy too."""
 

@@ -5,12 +5,12 @@ import numpy as np
 from keras import layers, ops
 
 from conformance.compare import scope
-from conformance.ports.keras_io_supervised import encoder_of
+from conformance.ports.keras_io_supervised import EXAMPLES, IMAGES, LABELS, encoder_of
 from conformance.ports.port import (
     PURE,
     Outcome,
     Tracked,
-    digits,
+    compiled,
     fitted,
     port,
     step_of,
@@ -18,15 +18,12 @@ from conformance.ports.port import (
     vectors,
 )
 
-EXAMPLES = "keras-team/keras-io: examples"
-ROWS = 21  # by batches of 8 the last one has 5
-IMAGES, LABELS = digits(ROWS)
+FLIPPED = IMAGES[:, ::-1]
 
 
 def with_adam(model, inputs=1):
     model(IMAGES[:1] if inputs == 1 else [IMAGES[:1]] * inputs)
-    model.compile(keras.optimizers.Adam(1e-2))
-    return model
+    return compiled(model, keras.optimizers.Adam(1e-2))
 
 
 class SupervisedContrastiveLoss(keras.losses.Loss):
@@ -55,9 +52,11 @@ def supervised_contrastive_learning(strategy):
     """First the encoder, then a classifier on top of it."""
 
     def make_encoder():
-        model = encoder_of(layers.Dense(8, "tanh"))
-        model.compile(keras.optimizers.Adam(1e-2), SupervisedContrastiveLoss(0.5))
-        return model
+        model, loss = (
+            encoder_of(layers.Dense(8, "tanh")),
+            SupervisedContrastiveLoss(0.5),
+        )
+        return compiled(model, keras.optimizers.Adam(1e-2), loss)
 
     return fitted(strategy, make_encoder, IMAGES, LABELS % 3)
 
@@ -87,7 +86,7 @@ class SimSiam(Tracked):
             *self.encoder.trainable_variables,
             *self.predictor.trainable_variables,
         ]
-        return self.log(step_of(self.optimizer, variables, loss_of))
+        return self.apply_step(variables, loss_of)
 
 
 @port(f"{EXAMPLES}/vision/simsiam.py", not_on=PURE)
@@ -101,11 +100,10 @@ def simsiam(strategy):
         )
         model(IMAGES[:1])
         schedule = keras.optimizers.schedules.CosineDecay(0.03, 6)
-        model.compile(keras.optimizers.SGD(schedule, momentum=0.6))
-        return model
+        return compiled(model, keras.optimizers.SGD(schedule, momentum=0.6))
 
     stop = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
-    return stepped(strategy, make, IMAGES, IMAGES[:, ::-1], callbacks=[stop])
+    return stepped(strategy, make, IMAGES, FLIPPED, callbacks=[stop])
 
 
 class BarlowLoss(keras.losses.Loss):
@@ -131,12 +129,10 @@ class BarlowModel(Tracked):
 
     def train_step(self, batch):
         y_a, y_b = batch
-        loss = step_of(
-            self.optimizer,
+        return self.apply_step(
             self.encoder.trainable_variables,
             lambda: self.loss_fn(self.encoder(y_a), self.encoder(y_b)),
         )
-        return self.log(loss)
 
 
 @port(f"{EXAMPLES}/vision/barlow_twins.py", not_on=PURE)
@@ -146,7 +142,7 @@ def barlow_twins(strategy):
         model = BarlowModel(encoder_of(layers.Dense(4, use_bias=False)))
         return with_adam(model)
 
-    return stepped(strategy, make, IMAGES, IMAGES[:, ::-1])
+    return stepped(strategy, make, IMAGES, FLIPPED)
 
 
 class SiameseModel(Tracked):
@@ -165,9 +161,7 @@ class SiameseModel(Tracked):
 
     def train_step(self, data):
         variables = self.siamese_network.trainable_weights
-        return self.log(
-            step_of(self.optimizer, variables, lambda: self._compute_loss(data[0]))
-        )
+        return self.apply_step(variables, lambda: self._compute_loss(data[0]))
 
     def test_step(self, data):
         return self.log(self._compute_loss(data[0]))
@@ -185,7 +179,7 @@ def siamese_network(strategy):
         model = SiameseModel(keras.Model(inputs, distances))
         return with_adam(model, 3)
 
-    triplets = (IMAGES, IMAGES[:, ::-1], IMAGES[::-1])
+    triplets = (IMAGES, FLIPPED, IMAGES[::-1])
     return stepped(strategy, make, triplets, validation_data=(triplets,))
 
 
@@ -209,7 +203,7 @@ class EmbeddingModel(Tracked):
             )
             return self.loss_fn(ops.arange(10), similarities / 0.2)
 
-        return self.log(step_of(self.optimizer, self.trainable_variables, loss_of))
+        return self.apply_step(self.trainable_variables, loss_of)
 
 
 class AnchorPositivePairs(keras.utils.PyDataset):
@@ -267,4 +261,4 @@ class NNCLR(Tracked):
 
 @port(f"{EXAMPLES}/vision/nnclr.py", not_on=PURE)
 def nnclr(strategy):
-    return stepped(strategy, lambda: with_adam(NNCLR()), IMAGES, IMAGES[:, ::-1])
+    return stepped(strategy, lambda: with_adam(NNCLR()), IMAGES, FLIPPED)

@@ -5,22 +5,26 @@ import numpy as np
 from keras import ops
 
 from conformance.compare import scope
-from conformance.ports.keras_io_generative import (
-    EXAMPLES,
-    IMAGES,
-    NoCall,
+from conformance.ports.keras_io_generative import EXAMPLES, IMAGES, NoCall
+from conformance.ports.port import (
+    PURE,
+    compiled,
     dense,
+    gradient_by,
+    port,
+    step_of,
+    stepped,
 )
-from conformance.ports.port import BACKEND, PURE, port, step_of, stepped
 
 
 class GAN(NoCall):
     names = ()
+    classes = 0
 
     def __init__(self):
         super().__init__()
-        self.discriminator = dense(4, 1)
-        self.generator = dense(2, 4)
+        self.discriminator = dense(4 + self.classes, 1)
+        self.generator = dense(2 + self.classes, 4)
         self.seed_generator = keras.random.SeedGenerator(1337)
 
     def compile(self, d_optimizer, g_optimizer, loss_fn):
@@ -39,6 +43,18 @@ class GAN(NoCall):
         shape = (ops.shape(images)[0], 2)
         return keras.random.normal(shape, seed=self.seed_generator)
 
+    def train_discriminator(self, loss_of):
+        weights = self.discriminator.trainable_weights
+        return step_of(self.d_optimizer, weights, loss_of)
+
+    def train_generator(self, loss_of):
+        return step_of(self.g_optimizer, self.generator.trainable_weights, loss_of)
+
+    def log(self, d_loss, g_loss):
+        self.d_loss_metric.update_state(d_loss)
+        self.g_loss_metric.update_state(g_loss)
+        return {metric.name: metric.result() for metric in self.metrics}
+
     def train_step(self, real_images):
         noise = self.noise_for(real_images)
         generated_images = self.generator(noise)
@@ -48,41 +64,24 @@ class GAN(NoCall):
         # Add random noise to the labels - important trick!
         shape = ops.shape(labels)
         labels += 0.05 * keras.random.uniform(shape, seed=self.seed_generator)
-        d_loss = step_of(
-            self.d_optimizer,
-            self.discriminator.trainable_weights,
-            lambda: self.loss_fn(labels, self.discriminator(combined_images)),
+        d_loss = self.train_discriminator(
+            lambda: self.loss_fn(labels, self.discriminator(combined_images))
         )
-        g_loss = step_of(
-            self.g_optimizer,
-            self.generator.trainable_weights,
-            lambda: self.loss_fn(
-                ops.zeros_like(ones),
-                self.discriminator(self.generator(self.noise_for(real_images))),
-            ),
-        )
-        self.d_loss_metric.update_state(d_loss)
-        self.g_loss_metric.update_state(g_loss)
-        return {
-            "d_loss": self.d_loss_metric.result(),
-            "g_loss": self.g_loss_metric.result(),
-        }
+
+        def g_loss_of():
+            fake_images = self.generator(self.noise_for(real_images))
+            return self.loss_fn(ops.zeros_like(ones), self.discriminator(fake_images))
+
+        return self.log(d_loss, self.train_generator(g_loss_of))
 
 
 def compile_gan(model):
-    model.compile(
-        keras.optimizers.Adam(0.01),
-        keras.optimizers.Adam(0.02),
-        keras.losses.BinaryCrossentropy(from_logits=True),
-    )
-    return model
+    optimizers = keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02)
+    loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
+    return compiled(model, *optimizers, loss_fn)
 
 
-@port(
-    f"{EXAMPLES}/dcgan_overriding_train_step.py",
-    not_on=PURE,
-    sample=True,
-)
+@port(f"{EXAMPLES}/dcgan_overriding_train_step.py", not_on=PURE, sample=True)
 def gan(strategy):
     return stepped(strategy, lambda: compile_gan(GAN()), IMAGES)
 
@@ -98,62 +97,34 @@ def gan_compiled_outside_of_the_scope(strategy):
 class ConditionalGAN(GAN):
     """GAN whose two networks receive the class of an image."""
 
-    def __init__(self):
-        super().__init__()
-        self.discriminator = dense(7, 1)
-        self.generator = dense(5, 4)
+    classes = 3
+
+    def generated(self, images, one_hot_labels):
+        latent = ops.concatenate([self.noise_for(images), one_hot_labels], axis=1)
+        return ops.concatenate([self.generator(latent), one_hot_labels], -1)
 
     def train_step(self, data):
         real_images, one_hot_labels = data
-        noise = self.noise_for(real_images)
-        latent = ops.concatenate([noise, one_hot_labels], axis=1)
-        fake_images = ops.concatenate([self.generator(latent), one_hot_labels], -1)
+        fake_images = self.generated(real_images, one_hot_labels)
         real_images = ops.concatenate([real_images, one_hot_labels], -1)
         combined_images = ops.concatenate([fake_images, real_images], axis=0)
-        ones = ops.ones_like(noise[:, :1])
+        ones = ops.ones_like(one_hot_labels[:, :1])
         labels = ops.concatenate([ones, ops.zeros_like(ones)], axis=0)
-        d_loss = step_of(
-            self.d_optimizer,
-            self.discriminator.trainable_weights,
-            lambda: self.loss_fn(labels, self.discriminator(combined_images)),
+        d_loss = self.train_discriminator(
+            lambda: self.loss_fn(labels, self.discriminator(combined_images))
         )
 
         def g_loss_of():
-            noise = self.noise_for(real_images)
-            latent = ops.concatenate([noise, one_hot_labels], axis=1)
-            fake_images = self.generator(latent)
-            both = ops.concatenate([fake_images, one_hot_labels], -1)
+            both = self.generated(real_images, one_hot_labels)
             return self.loss_fn(ops.zeros_like(ones), self.discriminator(both))
 
-        g_loss = step_of(self.g_optimizer, self.generator.trainable_weights, g_loss_of)
-        self.d_loss_metric.update_state(d_loss)
-        self.g_loss_metric.update_state(g_loss)
-        return {
-            "g_loss": self.g_loss_metric.result(),
-            "d_loss": self.d_loss_metric.result(),
-        }
+        return self.log(d_loss, self.train_generator(g_loss_of))
 
 
 @port(f"{EXAMPLES}/conditional_gan.py", not_on=PURE)
 def conditional_gan(strategy):
     one_hot = keras.utils.to_categorical(np.arange(17) % 3, 3)
     return stepped(strategy, lambda: compile_gan(ConditionalGAN()), IMAGES, one_hot)
-
-
-def gradient_by(x, fn):
-    """Return the differentiable gradient of a sum of outputs by inputs."""
-    if BACKEND == "torch":
-        import torch
-
-        x = x.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
-        return gradient
-    import tensorflow as tf
-
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        outputs = fn(x)
-    return tape.gradient(outputs, x)
 
 
 class WGAN(GAN):
@@ -166,26 +137,19 @@ class WGAN(GAN):
             fake_images = self.generator(self.noise_for(real_images))
             alpha = keras.random.uniform((rows, 1), seed=self.seed_generator)
             interpolated = real_images + alpha * (fake_images - real_images)
-            gradients = gradient_by(interpolated, self.discriminator)
+            gradients = gradient_by(self.discriminator, interpolated)
             norm = ops.sqrt(ops.sum(ops.square(gradients), axis=1) + 1e-12)
             penalty = ops.mean(ops.square(norm - 1.0))
             fake = ops.mean(self.discriminator(fake_images))
             return fake - ops.mean(self.discriminator(real_images)) + 10.0 * penalty
 
+        def g_loss_of():
+            fake_images = self.generator(self.noise_for(real_images))
+            return -ops.mean(self.discriminator(fake_images))
+
         for _ in range(2):
-            d_loss = step_of(
-                self.d_optimizer, self.discriminator.trainable_weights, d_loss_of
-            )
-        g_loss = step_of(
-            self.g_optimizer,
-            self.generator.trainable_weights,
-            lambda: (
-                -ops.mean(
-                    self.discriminator(self.generator(self.noise_for(real_images)))
-                )
-            ),
-        )
-        return {"d_loss": d_loss, "g_loss": g_loss}
+            d_loss = self.train_discriminator(d_loss_of)
+        return {"d_loss": d_loss, "g_loss": self.train_generator(g_loss_of)}
 
 
 @port(f"{EXAMPLES}/wgan_gp.py", not_on=PURE, sample=True)

@@ -5,8 +5,19 @@ import numpy as np
 from keras import layers, ops
 
 from conformance.compare import scope
-from conformance.ports.keras_io_steps import GUIDES, ROWS, X, Y, mlp
-from conformance.ports.port import Outcome, fitted, port, stepped
+from conformance.ports.keras_io_steps import GUIDES
+from conformance.ports.port import (
+    LOGITS_LOSS,
+    ROWS,
+    Outcome,
+    X,
+    Y,
+    compiled,
+    dense,
+    fitted,
+    port,
+    stepped,
+)
 
 
 class ComputeSum(layers.Layer):
@@ -23,11 +34,8 @@ class ComputeSum(layers.Layer):
 
 def summing(**weight):
     def make():
-        model = keras.Sequential(
-            [keras.Input((4,)), ComputeSum(**weight), layers.Dense(1)]
-        )
-        model.compile("sgd", "mse")
-        return model
+        parts = keras.Input((4,)), ComputeSum(**weight), layers.Dense(1)
+        return compiled(keras.Sequential(parts), "sgd", "mse")
 
     return make
 
@@ -80,9 +88,8 @@ class VariationalAutoEncoder(keras.Model):
 @port(LAYERS)
 def variational_autoencoder(strategy):
     def make():
-        model = VariationalAutoEncoder()
-        model.compile(keras.optimizers.Adam(1e-2), keras.losses.MeanSquaredError())
-        return model
+        optimizer, loss = keras.optimizers.Adam(1e-2), keras.losses.MeanSquaredError()
+        return compiled(VariationalAutoEncoder(), optimizer, loss)
 
     return fitted(strategy, make, X, X)
 
@@ -117,16 +124,10 @@ BUILT_IN = f"{GUIDES}/training_with_built_in_methods.py"
 @port(BUILT_IN)
 def add_loss_of_a_sum(strategy):
     def make():
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                layers.Dense(8, "tanh"),
-                ActivityRegularization(),
-                layers.Dense(1),
-            ]
-        )
-        model.compile(keras.optimizers.RMSprop(1e-3), "mse")
-        return model
+        hidden, out = layers.Dense(8, "tanh"), layers.Dense(1)
+        parts = keras.Input((4,)), hidden, ActivityRegularization(), out
+        optimizer = keras.optimizers.RMSprop(1e-3)
+        return compiled(keras.Sequential(parts), optimizer, "mse")
 
     return fitted(strategy, make, X, Y)
 
@@ -145,17 +146,13 @@ def custom_losses_and_metrics(strategy):
             "score": layers.Dense(1, name="score")(hidden),
             "class": layers.Dense(3, name="class")(hidden),
         }
-        model = keras.Model(inputs, outputs)
-        model.compile(
+        return compiled(
+            keras.Model(inputs, outputs),
             keras.optimizers.RMSprop(1e-3),
-            loss={
-                "score": CustomMSE(),
-                "class": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            },
+            loss={"score": CustomMSE(), "class": LOGITS_LOSS},
             metrics={"class": [CategoricalTruePositives()], "score": ["mae"]},
             loss_weights={"score": 2.0, "class": 1.0},
         )
-        return model
 
     labels = {"score": Y, "class": np.arange(ROWS)[:, np.newaxis] % 3}
     # Not with validation: on torch, one device then logs that metric's value of it, for
@@ -182,8 +179,7 @@ def endpoint_layer_pattern(strategy):
         targets = keras.Input((1,), name="targets")
         logits = layers.Dense(1)(inputs)
         model = keras.Model([inputs, targets], LogisticEndpoint()(logits, targets))
-        model.compile(keras.optimizers.Adam(1e-2))
-        return model
+        return compiled(model, keras.optimizers.Adam(1e-2))
 
     data = {"inputs": X, "targets": (Y > 0).astype("float32")}
     return fitted(strategy, make, data)
@@ -195,7 +191,7 @@ def transfer_learning(strategy):
     keras.utils.set_random_seed(1)
     logs = []
     with scope(strategy):
-        base = mlp()
+        base = dense(4, 3)
         inputs = keras.Input((4,))
         x = layers.Dropout(0.2)(base(inputs, training=False))
         model = keras.Model(inputs, layers.Dense(1)(x))

@@ -6,9 +6,22 @@ from keras import layers, ops
 
 import keras_strategy as ks
 from conformance.compare import scope
-from conformance.ports.keras_io_steps import gradients_of
-from conformance.ports.keras_io_supervised import EXAMPLES, ROWS, TEXT, sgd
-from conformance.ports.port import BACKEND, PURE, Outcome, fitted, port, vectors
+from conformance.ports.keras_io_supervised import EXAMPLES
+from conformance.ports.port import (
+    BACKEND,
+    LOGITS_LOSS,
+    PURE,
+    ROWS,
+    TEXT,
+    Outcome,
+    compiled,
+    fitted,
+    gradient_by,
+    port,
+    sgd,
+    vectors,
+)
+from conformance.step_model import gradients_of
 
 RNG = np.random.RandomState(3)
 SOURCE = RNG.randint(1, 9, (ROWS, 6)) * (np.arange(6) < RNG.randint(2, 7, (ROWS, 1)))
@@ -70,8 +83,7 @@ def neural_machine_translation(strategy):
         outputs = layers.Dense(9, "softmax")(layers.Dropout(0.5)(decoded))
         model = keras.Model({"source": source, "target": target}, outputs)
         loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=0)
-        model.compile(sgd(), loss, metrics=["accuracy"])
-        return model
+        return compiled(model, sgd(), loss, metrics=["accuracy"])
 
     x = {"source": SOURCE, "target": TARGET[:, :-1]}
     return fitted(strategy, make, x, TARGET[:, 1:], validation_split=0.3)
@@ -92,9 +104,8 @@ def captcha_ocr(strategy):
         label = keras.Input((3,), dtype="int32", name="label")
         lstm = layers.LSTM(4, return_sequences=True, dropout=0.25)
         outputs = layers.Dense(9)(layers.Bidirectional(lstm)(image))
-        model = keras.Model([image, label], CTCLayer()(label, outputs))
-        model.compile("adam")
-        return model
+        outputs = CTCLayer()(label, outputs)
+        return compiled(keras.Model([image, label], outputs), "adam")
 
     return fitted(strategy, make, {"image": STEPS, "label": TEXT[:, :3]})
 
@@ -141,8 +152,7 @@ def transformer_asr(strategy):
         loss = keras.losses.CategoricalCrossentropy(
             from_logits=True, label_smoothing=0.1
         )
-        model.compile(sgd(), loss)
-        return model
+        return compiled(model, sgd(), loss)
 
     return fitted(strategy, make, {"source": STEPS, "target": TARGET})
 
@@ -185,21 +195,15 @@ class SasRecOfAllRows(SasRec):
 
 
 def retrieval(strategy, cls):
-    def make():
-        model = cls()
-        model.compile(sgd())
-        return model
-
     x, positive = TARGET[:, :-1], TARGET[:, 1:]
     y = {"pos": positive, "neg": np.roll(positive, 1, axis=0)}
     weight = (positive > 0).astype("float32")
     weights = {"pos": weight, "neg": weight}
+    make = lambda: compiled(cls(), sgd())  # noqa: E731
     return fitted(strategy, make, x, y, sample_weight=weights)
 
 
-@port(
-    f"{EXAMPLES}/keras_rs/sas_rec.py",
-)
+@port(f"{EXAMPLES}/keras_rs/sas_rec.py")
 def sas_rec(strategy):
     return retrieval(strategy, SasRec)
 
@@ -221,9 +225,8 @@ def mixture_density_network(strategy):
         hidden = layers.Dense(8, "relu")(inputs)
         sigmas = layers.Dense(5, lambda x: ops.elu(x) + 1.01)(hidden)
         parts = layers.Dense(5)(hidden), sigmas, layers.Dense(5)(hidden)
-        model = keras.Model(inputs, layers.Concatenate()(parts))
-        model.compile("adam", loss)
-        return model
+        outputs = layers.Concatenate()(parts)
+        return compiled(keras.Model(inputs, outputs), "adam", loss)
 
     x, y = vectors(ROWS, 4, 1)
     stop = keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True)
@@ -256,9 +259,7 @@ def gnn_citations(strategy):
 
     def make():
         model = NodeClassifier(features, edges)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("adam", loss, metrics=["accuracy"])
-        return model
+        return compiled(model, "adam", LOGITS_LOSS, metrics=["accuracy"])
 
     nodes = np.arange(ROWS, dtype="int32")
     return fitted(strategy, make, nodes, nodes % 3, validation_split=0.15)
@@ -281,23 +282,7 @@ class Eikonal(keras.Model):
         return self.out(self.hidden(x)) * distance
 
     def gradient(self, receiver, source):
-        if BACKEND == "jax":
-            import jax
-
-            return jax.grad(lambda r: ops.sum(self.time(r, source)))(receiver)
-        if BACKEND == "torch":
-            import torch
-
-            with torch.enable_grad():
-                receiver = receiver.detach().clone().requires_grad_(True)
-                total = self.time(receiver, source).sum()
-                return torch.autograd.grad(total, receiver, create_graph=True)[0]
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            tape.watch(receiver)
-            time = self.time(receiver, source)
-        return tape.gradient(time, receiver)
+        return gradient_by(lambda r: self.time(r, source), receiver)
 
     def call(self, x):
         receiver, source, velocity = x[:, :2], x[:, 2:4], x[:, 4:]
@@ -308,9 +293,7 @@ class Eikonal(keras.Model):
 @port(f"{EXAMPLES}/keras_recipes/eikonal.py")
 def eikonal(strategy):
     def make():
-        model = Eikonal()
-        model.compile(keras.optimizers.Adam(2.5e-3), "mae")
-        return model
+        return compiled(Eikonal(), keras.optimizers.Adam(2.5e-3), "mae")
 
     (x,) = vectors(ROWS, 5)
     return fitted(strategy, make, x, np.zeros((ROWS, 1), "float32"))

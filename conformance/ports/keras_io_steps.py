@@ -5,27 +5,23 @@ import numpy as np
 from keras import layers
 
 import keras_strategy as ks
-from conformance.ports.port import BACKEND, Outcome, fitted, port, stepped, vectors
+from conformance.ports.port import (
+    BACKEND,
+    LOGITS_LOSS,
+    ROWS,
+    Outcome,
+    X,
+    Y,
+    compiled,
+    dense,
+    fitted,
+    port,
+    stepped,
+    vectors,
+)
+from conformance.step_model import gradients_of
 
 GUIDES = "keras-team/keras-io: guides"
-ROWS = 21  # by batches of 8 the last one has 5
-X, Y, WEIGHT = vectors(ROWS, 4, 1, 1)
-WEIGHT = np.abs(WEIGHT)
-
-
-def gradients_of(model, loss_of):
-    """Return a loss, further results and gradients, as the backend's guide does."""
-    variables = model.trainable_variables
-    if BACKEND == "torch":
-        model.zero_grad()
-        loss, beside = loss_of()
-        loss.backward()
-        return loss, beside, [v.value.grad for v in variables]
-    import tensorflow as tf
-
-    with tf.GradientTape() as tape:
-        loss, beside = loss_of()
-    return loss, beside, tape.gradient(loss, variables)
 
 
 class FirstExample(keras.Model):
@@ -39,23 +35,23 @@ class FirstExample(keras.Model):
                 metric.update_state(y, y_pred, sample_weight=sample_weight)
         return {m.name: m.result() for m in self.metrics}
 
+    def _loss(self, x, y, sample_weight, training):
+        y_pred = self(x, training=training)
+        loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
+        return loss, y_pred
+
     def train_step(self, data):
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-
-        def loss_of():
-            y_pred = self(x, training=True)
-            loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
-            return loss, y_pred
-
-        loss, y_pred, gradients = gradients_of(self, loss_of)
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        loss, y_pred, gradients = gradients_of(
+            self, lambda: self._loss(x, y, weight, True)
+        )
         self.optimizer.apply(gradients, self.trainable_variables)
-        return self._logged(loss, y, y_pred, sample_weight)
+        return self._logged(loss, y, y_pred, weight)
 
     def test_step(self, data):
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        y_pred = self(x, training=False)
-        loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
-        return self._logged(loss, y, y_pred, sample_weight)
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        loss, y_pred = self._loss(x, y, weight, False)
+        return self._logged(loss, y, y_pred, weight)
 
 
 class OwnMetrics(keras.Model):
@@ -165,9 +161,7 @@ def functional(cls, **compile):
     def make():
         inputs = keras.Input((4,))
         hidden = layers.Dense(8, "tanh")(inputs)
-        model = cls(inputs, layers.Dense(1)(hidden))
-        model.compile(optimizer="adam", **compile)
-        return model
+        return compiled(cls(inputs, layers.Dense(1)(hidden)), "adam", **compile)
 
     return make
 
@@ -175,30 +169,26 @@ def functional(cls, **compile):
 ANY_STEPS = f"{GUIDES}/custom_train_step_in_*.py"
 
 
+first_example = functional(
+    PureExample if BACKEND == "jax" else FirstExample, loss="mse", metrics=["mae"]
+)
+
+
 @port(ANY_STEPS)
 def custom_train_step(strategy):
-    cls = PureExample if BACKEND == "jax" else FirstExample
-    make = functional(cls, loss="mse", metrics=["mae"])
-    return stepped(strategy, make, X, Y, validation_data=(X[:11], Y[:11]))
+    return stepped(strategy, first_example, X, Y, validation_data=(X[:11], Y[:11]))
 
 
 @port(ANY_STEPS)
 def custom_train_step_with_sample_weight(strategy):
-    cls = PureExample if BACKEND == "jax" else FirstExample
-    make = functional(cls, loss="mse", metrics=["mae"])
-    return stepped(strategy, make, X, Y, sample_weight=WEIGHT)
+    weight = np.abs(vectors(ROWS, 4, 1, 1)[-1])
+    return stepped(strategy, first_example, X, Y, sample_weight=weight)
 
 
 @port(ANY_STEPS)
 def custom_train_step_lower_level(strategy):
     cls = PureLowerLevel if BACKEND == "jax" else LowerLevel
     return fitted(strategy, functional(cls), X, Y)
-
-
-def mlp():
-    return keras.Sequential(
-        [keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(3)]
-    )
 
 
 @port(f"{GUIDES}/writing_a_custom_training_loop_in_*.py")
@@ -209,16 +199,15 @@ def custom_training_loop(strategy):
     n = strategy.num_replicas_in_sync
     labels = np.arange(ROWS) % 3
     with strategy.scope():
-        model = mlp()
+        model = dense(4, 3)
         optimizer = keras.optimizers.Adam(1e-2)
         optimizer.build(model.trainable_variables)
-        loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         train_acc_metric = keras.metrics.SparseCategoricalAccuracy()
 
     def train_step(x, y):
         def loss_of():
             logits = model(x, training=True)
-            return loss_fn(y, logits), logits
+            return LOGITS_LOSS(y, logits), logits
 
         if BACKEND == "jax":
             (loss, logits), gradients = ks.value_and_grad(

@@ -5,26 +5,22 @@ import numpy as np
 from keras import layers, ops
 
 from conformance.ports.port import (
+    LOGITS_LOSS,
     PURE,
+    ROWS,
+    SENTIMENT,
+    TEXT,
+    compiled,
     digits,
     fitted,
     port,
+    sgd,
     step_of,
-    words,
 )
 
 EXAMPLES = "keras-team/keras-io: examples"
-ROWS = 21  # by batches of 8 the last one has 5
 IMAGES, LABELS = digits(ROWS)
-TEXT, SENTIMENT = words(ROWS, 6, 9)
-
-
-def sgd():
-    """For attention, whose keys' bias has no gradient but rounding.
-
-    Adam, which the sources use, scales that up to whole steps.
-    """
-    return keras.optimizers.SGD(0.05, momentum=0.9)
+VALIDATION = (IMAGES[:11], LABELS[:11])
 
 
 def encoder_of(*head):
@@ -77,18 +73,16 @@ def knowledge_distillation(strategy):
     def make():
         teacher, student = encoder_of(layers.Dense(10)), encoder_of(layers.Dense(10))
         teacher.trainable = False
-        model = Distiller(student, teacher)
-        model.compile(
+        return compiled(
+            Distiller(student, teacher),
             keras.optimizers.Adam(1e-2),
             [keras.metrics.SparseCategoricalAccuracy()],
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            LOGITS_LOSS,
             keras.losses.KLDivergence(),
             temperature=10,
         )
-        return model
 
-    validation = (IMAGES[:11], LABELS[:11])
-    return fitted(strategy, make, IMAGES, LABELS, validation_data=validation)
+    return fitted(strategy, make, IMAGES, LABELS, validation_data=VALIDATION)
 
 
 class Patches(layers.Layer):
@@ -127,16 +121,12 @@ def vision_transformer(strategy):
         x3 = layers.Dropout(0.1)(layers.Dense(8, "gelu")(x3))
         x = layers.LayerNormalization(epsilon=1e-6)(layers.Add()([x3, x2]))
         x = layers.Dropout(0.5)(layers.Flatten()(x))
+        metrics = [
+            keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+            keras.metrics.SparseTopKCategoricalAccuracy(5, name="top-5-accuracy"),
+        ]
         model = keras.Model(inputs, layers.Dense(10)(x))
-        model.compile(
-            sgd(),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=[
-                keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
-                keras.metrics.SparseTopKCategoricalAccuracy(5, name="top-5-accuracy"),
-            ],
-        )
-        return model
+        return compiled(model, sgd(), LOGITS_LOSS, metrics=metrics)
 
     return fitted(strategy, make, IMAGES, LABELS, validation_split=0.2)
 
@@ -177,8 +167,8 @@ def text_classification_with_transformer(strategy):
         x = layers.Dropout(0.1)(x)
         x = layers.Dropout(0.1)(layers.Dense(8, "tanh")(x))
         model = keras.Model(inputs, layers.Dense(2, "softmax")(x))
-        model.compile(sgd(), "sparse_categorical_crossentropy", metrics=["accuracy"])
-        return model
+        loss = "sparse_categorical_crossentropy"
+        return compiled(model, sgd(), loss, metrics=["accuracy"])
 
     return fitted(strategy, make, TEXT, SENTIMENT, validation_split=0.2)
 
@@ -193,8 +183,8 @@ def lstm_seq2seq(strategy):
         outputs, _, _ = decoder_lstm(decoder_inputs, initial_state=states)
         outputs = layers.Dense(9, "softmax")(outputs)
         model = keras.Model([encoder_inputs, decoder_inputs], outputs)
-        model.compile("rmsprop", "categorical_crossentropy", metrics=["accuracy"])
-        return model
+        loss = "categorical_crossentropy"
+        return compiled(model, "rmsprop", loss, metrics=["accuracy"])
 
     text = keras.utils.to_categorical(TEXT, 9)
     inputs = (text, text[:, :-1])
@@ -207,13 +197,10 @@ class RecommenderNet(keras.Model):
     def __init__(self, num_users, num_movies, embedding_size):
         super().__init__()
         l2 = keras.regularizers.l2(1e-6)
-        self.user = layers.Embedding(
-            num_users, embedding_size, embeddings_regularizer=l2
-        )
+        regularized = {"embeddings_regularizer": l2}
+        self.user = layers.Embedding(num_users, embedding_size, **regularized)
         self.user_bias = layers.Embedding(num_users, 1)
-        self.movie = layers.Embedding(
-            num_movies, embedding_size, embeddings_regularizer=l2
-        )
+        self.movie = layers.Embedding(num_movies, embedding_size, **regularized)
         self.movie_bias = layers.Embedding(num_movies, 1)
 
     def call(self, inputs):
@@ -227,8 +214,8 @@ class RecommenderNet(keras.Model):
 def collaborative_filtering(strategy):
     def make():
         model = RecommenderNet(5, 7, 3)
-        model.compile(keras.optimizers.Adam(1e-2), keras.losses.BinaryCrossentropy())
-        return model
+        loss = keras.losses.BinaryCrossentropy()
+        return compiled(model, keras.optimizers.Adam(1e-2), loss)
 
     pairs = np.stack([np.arange(ROWS) % 5, np.arange(ROWS) % 7], axis=1)
     ratings = np.linspace(0, 1, ROWS, dtype="float32")[:, np.newaxis]
@@ -251,32 +238,30 @@ class MyTrainer(keras.Model):
     def call(self, x):
         return self.model(x)
 
-    def train_step(self, data):
+    def loss_of(self, data, training):
         x, y = data
+        predictions = self.model(x, training=training)
+        return self.loss_fn(y, predictions), predictions
 
-        def loss_of():
-            predictions = self.model(x, training=True)
-            return self.loss_fn(y, predictions), predictions
-
-        variables = self.model.trainable_variables
-        loss, predictions = step_of(self.optimizer, variables, loss_of, has_aux=True)
-        self.accuracy_metric.update_state(y, predictions)
+    def log(self, data, loss, predictions):
+        self.accuracy_metric.update_state(data[1], predictions)
         return {"loss": loss, "accuracy": self.accuracy_metric.result()}
+
+    def train_step(self, data):
+        variables, loss_of = self.model.trainable_variables, self.loss_of
+        results = step_of(
+            self.optimizer, variables, lambda: loss_of(data, True), has_aux=True
+        )
+        return self.log(data, *results)
 
     def test_step(self, data):
-        x, y = data
-        predictions = self.model(x, training=False)
-        loss = self.loss_fn(y, predictions)
-        self.accuracy_metric.update_state(y, predictions)
-        return {"loss": loss, "accuracy": self.accuracy_metric.result()}
+        return self.log(data, *self.loss_of(data, False))
 
 
 @port(f"{EXAMPLES}/keras_recipes/trainer_pattern.py", not_on=PURE)
 def trainer_pattern(strategy):
     def make():
         model = MyTrainer(encoder_of(layers.Dense(10, "softmax")))
-        model.compile(keras.optimizers.Adam(1e-2))
-        return model
+        return compiled(model, keras.optimizers.Adam(1e-2))
 
-    validation = (IMAGES[:11], LABELS[:11])
-    return fitted(strategy, make, IMAGES, LABELS, validation_data=validation)
+    return fitted(strategy, make, IMAGES, LABELS, validation_data=VALIDATION)

@@ -29,16 +29,28 @@ def examples():
 
 def made():
     keras.utils.set_random_seed(1)
+    l2 = keras.regularizers.L2(1e-4)
     return keras.Sequential(
         [
             keras.Input((3,), dtype="int32"),
             layers.Embedding(VOCABULARY, 16),
             layers.GlobalAveragePooling1D(),
-            layers.Dense(
-                1, activation="sigmoid", kernel_regularizer=keras.regularizers.L2(1e-4)
-            ),
+            layers.Dense(1, activation="sigmoid", kernel_regularizer=l2),
         ]
     )
+
+
+def with_optimizer():
+    model, optimizer = made(), keras.optimizers.RMSprop(0.1)
+    optimizer.build(model.trainable_variables)
+    return model, optimizer
+
+
+def batch_bounds():
+    """Yield the first row of each batch of all epochs, and the row after its last."""
+    for _ in range(EPOCHS):
+        for begin in range(0, ROWS, BATCH):
+            yield begin, min(begin + BATCH, ROWS)
 
 
 def loss_of(model, x, y):
@@ -82,9 +94,7 @@ def with_dask(workers):
     strategy = ks.OneDeviceStrategy("cpu:0")
     coordinator = ks.coordinator.ClusterCoordinator(strategy, cluster=workers)
     with strategy.scope():
-        model = made()
-        optimizer = keras.optimizers.RMSprop(0.1)
-        optimizer.build(model.trainable_variables)
+        model, optimizer = with_optimizer()
     iterator = iter(coordinator.create_per_worker_dataset(of_worker))
 
     def scheduled(fn, begin, end):
@@ -94,19 +104,15 @@ def with_dask(workers):
         ]
 
     logs = []
-    for _ in range(EPOCHS):
-        for begin in range(0, ROWS, BATCH):
-            end = min(begin + BATCH, ROWS)
-            values = [value.get() for value in scheduled(gradients, begin, end)]
-            shares = [(b - a) / (end - begin) for a, b in parts(begin, end, workers)]
-            mean = [
-                sum(share * g for share, g in zip(shares, each, strict=True))
-                for each in zip(*(found for _, found in values), strict=True)
-            ]
-            optimizer.apply(mean, model.trainable_variables)
-            logs.append(
-                sum(s * loss for s, (loss, _) in zip(shares, values, strict=True))
-            )
+    for begin, end in batch_bounds():
+        values = [value.get() for value in scheduled(gradients, begin, end)]
+        shares = [(b - a) / (end - begin) for a, b in parts(begin, end, workers)]
+        mean = [
+            sum(share * g for share, g in zip(shares, each, strict=True))
+            for each in zip(*(found for _, found in values), strict=True)
+        ]
+        optimizer.apply(mean, model.trainable_variables)
+        logs.append(sum(s * loss for s, (loss, _) in zip(shares, values, strict=True)))
     logs.append(sum(coordinator.fetch(scheduled(evaluated, 0, ROWS))) / ROWS)
     return Outcome(of_all(model, optimizer), logs)
 
@@ -127,10 +133,8 @@ def with_servers(workers):
     strategy = ks.ParameterServerStrategy(resolver, partitioner)
     coordinator = ks.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
-        model = made()
+        model, optimizer = with_optimizer()
         model.compile("sgd", "mse")
-        optimizer = keras.optimizers.RMSprop(0.1)
-        optimizer.build(model.trainable_variables)
     assert len(model.variables[0].value.variables) == 2  # the shards of the table
 
     def dataset_fn(context=None):
@@ -148,10 +152,9 @@ def with_servers(workers):
         def replica_fn(x, y):
             with tf.GradientTape() as tape:
                 loss = loss_of(model, x[begin:end], y[begin:end])
-            found = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(
-                zip(found, model.trainable_variables, strict=True)
-            )
+            variables = model.trainable_variables
+            found = tape.gradient(loss, variables)
+            optimizer.apply_gradients(zip(found, variables, strict=True))
             return loss
 
         losses = strategy.run(replica_fn, args=next(iterator))
@@ -169,29 +172,26 @@ def with_servers(workers):
         return coordinator.schedule(fn, args=(iterator, *bounds))
 
     logs = []
-    for _ in range(EPOCHS):
-        for begin in range(0, ROWS, BATCH):
-            value = scheduled(step_fn, begin, min(begin + BATCH, ROWS))
-            coordinator.join()
-            logs.append(value.fetch())
+    for bounds in batch_bounds():
+        value = scheduled(step_fn, *bounds)
+        coordinator.join()
+        logs.append(value.fetch())
     counts = [scheduled(eval_step, *part) for part in parts(0, ROWS, workers)]
     logs.append(sum(coordinator.fetch(counts)) / ROWS)
     return Outcome(of_all(model, optimizer), logs)
 
 
 def on_one_device():
-    model, optimizer = made(), keras.optimizers.RMSprop(0.1)
-    optimizer.build(model.trainable_variables)
+    model, optimizer = with_optimizer()
     x, y = examples()
     logs = []
-    for _ in range(EPOCHS):
-        for begin in range(0, ROWS, BATCH):
-            part = slice(begin, begin + BATCH)
-            loss, found = ks.value_and_grad(
-                lambda p=part: loss_of(model, x[p], y[p]), model.trainable_variables
-            )()
-            optimizer.apply(found, model.trainable_variables)
-            logs.append(keras.ops.convert_to_numpy(loss))
+    for bounds in batch_bounds():
+        part = slice(*bounds)
+        loss, found = ks.value_and_grad(
+            lambda p=part: loss_of(model, x[p], y[p]), model.trainable_variables
+        )()
+        optimizer.apply(found, model.trainable_variables)
+        logs.append(keras.ops.convert_to_numpy(loss))
     logs.append(keras.ops.convert_to_numpy(right(model, x, y)) / ROWS)
     return Outcome(of_all(model, optimizer), logs)
 

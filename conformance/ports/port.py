@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,13 @@ class Port:
 
     train: Callable[[Any], Outcome]
     source: str
-    needs: str | None
-    not_on: Mapping[str, str]
-    refused: Mapping[str, str]
-    differs: Mapping[str, str]
-    workers: bool
-    coordinator: bool
-    sample: bool
+    needs: str | None = None
+    not_on: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    differs: Mapping[str, str] = field(default_factory=dict)
+    workers: bool = False
+    coordinator: bool = False
+    sample: bool = False
 
     @property
     def name(self) -> str:
@@ -77,32 +77,9 @@ class Port:
         return bool(self.needs) and importlib.util.find_spec(self.needs) is None
 
 
-def port(
-    source: str,
-    needs: str | None = None,
-    not_on: Mapping[str, str] | None = None,
-    refused: Mapping[str, str] | None = None,
-    differs: Mapping[str, str] | None = None,
-    workers: bool = False,
-    coordinator: bool = False,
-    sample: bool = False,
-) -> Callable:
-    """Make a port of a function."""
-
-    def made(train: Callable[[Any], Outcome]) -> Port:
-        return Port(
-            train,
-            source,
-            needs,
-            not_on or {},
-            refused or {},
-            differs or {},
-            workers,
-            coordinator,
-            sample,
-        )
-
-    return made
+def port(source: str, **options: Any) -> Callable[[Callable], Port]:
+    """Make a port of a function, with further attributes of `Port`."""
+    return lambda train: Port(train, source, **options)
 
 
 def differences(one: Outcome, many: Outcome) -> tuple[float, float, float]:
@@ -164,6 +141,10 @@ class Tracked(keras.Model):
             mean.update_state(value)
         return {mean.name: mean.result() for mean in self.means}
 
+    def apply_step(self, variables: Any, loss_of: Callable) -> dict[str, Any]:
+        """Train by a loss, and return the logs of a model of one mean."""
+        return self.log(step_of(self.optimizer, variables, loss_of))
+
 
 def step_of(optimizer: Any, variables: Any, loss_of: Callable, has_aux=False) -> Any:
     """Apply gradients as `tape.gradient` and `apply_gradients` do in the examples."""
@@ -172,11 +153,51 @@ def step_of(optimizer: Any, variables: Any, loss_of: Callable, has_aux=False) ->
     return result
 
 
+def gradient_by(fn: Callable[[Any], Any], x: Any) -> Any:
+    """Return the differentiable gradient of a sum of outputs by inputs."""
+    if BACKEND == "jax":
+        import jax
+
+        return jax.grad(lambda x: keras.ops.sum(fn(x)))(x)
+    if BACKEND == "torch":
+        import torch
+
+        with torch.enable_grad():
+            x = x.detach().clone().requires_grad_(True)
+            return torch.autograd.grad(fn(x).sum(), x, create_graph=True)[0]
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        outputs = fn(x)
+    return tape.gradient(outputs, x)
+
+
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
     """Return a temporary folder."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
+
+
+def compiled(model: keras.Model, *args: Any, **options: Any) -> keras.Model:
+    """Compile a model, and return it."""
+    model.compile(*args, **options)
+    return model
+
+
+def dense(inputs: int, outputs: int, units: int = 8) -> keras.Model:
+    """Return a network with one hidden layer."""
+    hidden, out = keras.layers.Dense(units, "tanh"), keras.layers.Dense(outputs)
+    return keras.Sequential([keras.Input((inputs,)), hidden, out])
+
+
+def sgd() -> keras.optimizers.Optimizer:
+    """Return SGD for attention, whose keys' bias has no gradient but rounding.
+
+    Adam, which the sources use, scales that up to whole steps.
+    """
+    return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
 def digits(rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -196,3 +217,9 @@ def words(rows: int, length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarr
     """Made-up texts, and a class of two for each."""
     rng = np.random.RandomState(2)
     return rng.randint(1, vocabulary, (rows, length)), rng.randint(0, 2, rows)
+
+
+ROWS = 21  # by batches of 8 the last one has 5
+X, Y = vectors(ROWS, 4, 1)
+TEXT, SENTIMENT = words(ROWS, 6, 9)
+LOGITS_LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

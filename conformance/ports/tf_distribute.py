@@ -12,11 +12,25 @@ from keras import layers
 
 import keras_strategy as ks
 from conformance.compare import scope
-from conformance.ports.port import BACKEND, Outcome, digits, folder, port
+from conformance.ports.port import (
+    BACKEND,
+    LOGITS_LOSS,
+    Outcome,
+    compiled,
+    digits,
+    folder,
+    port,
+    step_of,
+)
 
 TUTORIALS = "tensorflow/docs: site/en/tutorials/distribute"
 BATCH = 8
 ROWS = 29  # the last batch has 5
+
+
+per_example = keras.losses.SparseCategoricalCrossentropy(
+    from_logits=True, reduction="none"
+)
 
 
 def batches(rows, size=BATCH):
@@ -35,14 +49,35 @@ def cnn(regularizer=None):
     )
 
 
-def compiled():
-    model = cnn()
-    model.compile(
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        optimizer=keras.optimizers.Adam(),
-        metrics=["accuracy"],
-    )
-    return model
+def compiled_cnn():
+    adam = keras.optimizers.Adam()
+    return compiled(cnn(), adam, LOGITS_LOSS, metrics=["accuracy"])
+
+
+def with_optimizer(optimizer, regularizer=None):
+    """Return a CNN, and its optimizer with slots."""
+    model = cnn(regularizer)
+    optimizer.build(model.trainable_variables)
+    return model, optimizer
+
+
+def trained_step(model, optimizer, accuracy):
+    """Return the training step of the tutorials on loops."""
+
+    def train_step(inputs):
+        images, labels = inputs
+
+        def loss_of():
+            predictions = model(images, training=True)
+            loss = ks.compute_average_loss(per_example(labels, predictions))
+            return loss + ks.scale_regularization_loss(model.losses), predictions
+
+        variables = model.trainable_variables
+        loss, predictions = step_of(optimizer, variables, loss_of, has_aux=True)
+        accuracy.update_state(labels, predictions)
+        return loss
+
+    return train_step
 
 
 def weights_of(model):
@@ -67,7 +102,7 @@ def keras_fit(strategy):
 
     train = batches(ROWS).cache()
     with scope(strategy):
-        model = compiled()
+        model = compiled_cnn()
     with folder() as path:
         callbacks = [
             keras.callbacks.ModelCheckpoint(
@@ -101,37 +136,17 @@ def custom_training(strategy):
     train = strategy.experimental_distribute_dataset(batches(ROWS))
     test = strategy.experimental_distribute_dataset(batches(19))
     with strategy.scope():
-        loss_object = keras.losses.SparseCategoricalCrossentropy(
-            from_logits=True, reduction="none"
-        )
         test_loss = keras.metrics.Mean(name="test_loss")
         train_accuracy = keras.metrics.SparseCategoricalAccuracy()
         test_accuracy = keras.metrics.SparseCategoricalAccuracy()
-        model = cnn(keras.regularizers.L2(1e-2))
-        optimizer = keras.optimizers.Adam()
-        optimizer.build(model.trainable_variables)
-
-    def train_step(inputs):
-        images, labels = inputs
-
-        def loss_of():
-            predictions = model(images, training=True)
-            loss = ks.compute_average_loss(loss_object(labels, predictions))
-            return loss + ks.scale_regularization_loss(model.losses), predictions
-
-        (loss, predictions), gradients = ks.value_and_grad(
-            loss_of, model.trainable_variables, has_aux=True
-        )()
-        optimizer.apply_gradients(
-            zip(gradients, model.trainable_variables, strict=True)
-        )
-        train_accuracy.update_state(labels, predictions)
-        return loss
+        adam = keras.optimizers.Adam()
+        model, optimizer = with_optimizer(adam, keras.regularizers.L2(1e-2))
+    train_step = trained_step(model, optimizer, train_accuracy)
 
     def test_step(inputs):
         images, labels = inputs
         predictions = model(images, training=False)
-        test_loss.update_state(loss_object(labels, predictions))
+        test_loss.update_state(per_example(labels, predictions))
         test_accuracy.update_state(labels, predictions)
 
     logs = []
@@ -225,7 +240,7 @@ def save_and_load(strategy):
     keras.utils.set_random_seed(1)
     train = batches(ROWS)
     with scope(strategy):
-        model = compiled()
+        model = compiled_cnn()
     logs = [*logs_of(model.fit(train, epochs=2, verbose=0))]
     weights, predictions = weights_of(model), []
     another = ks.OneDeviceStrategy("cpu:0")
@@ -255,7 +270,7 @@ def multi_worker_with_keras(strategy):
     keras.utils.set_random_seed(1)
     train = batches(ROWS)
     with scope(strategy):
-        model = compiled()
+        model = compiled_cnn()
     with folder() as path:
         history = model.fit(
             train,
@@ -285,31 +300,11 @@ def multi_worker_with_ctl(strategy):
         return shard.repeat().batch(size)
 
     with strategy.scope():
-        model = cnn(keras.regularizers.L2(1e-2))
         dataset = strategy.distribute_datasets_from_function(dataset_fn)
-        optimizer = keras.optimizers.RMSprop(0.001)
-        optimizer.build(model.trainable_variables)
+        rmsprop = keras.optimizers.RMSprop(0.001)
+        model, optimizer = with_optimizer(rmsprop, keras.regularizers.L2(1e-2))
         train_accuracy = keras.metrics.SparseCategoricalAccuracy()
-        per_example = keras.losses.SparseCategoricalCrossentropy(
-            from_logits=True, reduction="none"
-        )
-
-    def step_fn(inputs):
-        x, y = inputs
-
-        def loss_of():
-            predictions = model(x, training=True)
-            loss = ks.compute_average_loss(per_example(y, predictions))
-            return loss + ks.scale_regularization_loss(model.losses), predictions
-
-        (loss, predictions), gradients = ks.value_and_grad(
-            loss_of, model.trainable_variables, has_aux=True
-        )()
-        optimizer.apply_gradients(
-            zip(gradients, model.trainable_variables, strict=True)
-        )
-        train_accuracy.update_state(y, predictions)
-        return loss
+    step_fn = trained_step(model, optimizer, train_accuracy)
 
     logs = []
     for _ in range(2):

@@ -6,11 +6,12 @@ import tensorflow as tf
 from keras import ops
 
 import keras_strategy as ks
-from conformance.ports.port import Outcome, digits, port
-from conformance.ports.tf_distribute import cnn, in_replicas
-
-per_example = keras.losses.SparseCategoricalCrossentropy(
-    from_logits=True, reduction="none"
+from conformance.ports.port import Outcome, digits, port, step_of
+from conformance.ports.tf_distribute import (
+    cnn,
+    in_replicas,
+    per_example,
+    with_optimizer,
 )
 
 
@@ -25,9 +26,7 @@ def gradient_accumulator(strategy):
     keras.utils.set_random_seed(1)
     strategy = in_replicas(strategy)
     with strategy.scope():
-        model = cnn()
-        optimizer = keras.optimizers.Adam()
-        optimizer.build(model.trainable_variables)
+        model, optimizer = with_optimizer(keras.optimizers.Adam())
         own = {"synchronization": "on_read", "trainable": False}
         steps = keras.Variable(0, dtype="int32", **own)
         sums = [
@@ -120,9 +119,7 @@ def ema_optimizer(strategy):
     keras.utils.set_random_seed(1)
     strategy = in_replicas(strategy)
     with strategy.scope():
-        model = cnn()
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-        optimizer.build(model.trainable_variables)
+        model, optimizer = with_optimizer(keras.optimizers.SGD(0.1, momentum=0.9))
         averages = []
         for v in model.trainable_variables:
             with strategy.extended.colocate_vars_with(v):
@@ -139,9 +136,7 @@ def ema_optimizer(strategy):
         def loss_of():
             return ks.compute_average_loss(per_example(y, model(x, training=True)))
 
-        loss, gradients = ks.value_and_grad(loss_of, model.trainable_variables)()
-        pairs = zip(gradients, model.trainable_variables, strict=True)
-        optimizer.apply_gradients(pairs)
+        loss = step_of(optimizer, model.trainable_variables, loss_of)
         ks.get_replica_context().merge_call(update)
         return loss
 
@@ -173,7 +168,6 @@ def object_detection(strategy):
         return data.repeat().batch(context.get_per_replica_batch_size(12))
 
     with strategy.scope():
-        model = cnn(keras.regularizers.L2(1e-2))
         train_input = strategy.experimental_distribute_datasets_from_function(
             train_dataset_fn
         )
@@ -181,8 +175,8 @@ def object_detection(strategy):
             0, trainable=False, dtype="int32", aggregation="only_first_replica"
         )
         rate = keras.optimizers.schedules.CosineDecay(0.1, 6)
-        optimizer = keras.optimizers.SGD(rate, momentum=0.9)
-        optimizer.build(model.trainable_variables)
+        sgd = keras.optimizers.SGD(rate, momentum=0.9)
+        model, optimizer = with_optimizer(sgd, keras.regularizers.L2(1e-2))
 
     def train_step_fn(features, labels):
         def losses_of():
@@ -193,12 +187,8 @@ def object_detection(strategy):
             losses["total"] = sum(losses.values())
             return losses["total"], losses
 
-        (_, losses), gradients = ks.value_and_grad(
-            losses_of, model.trainable_variables, has_aux=True
-        )()
-        optimizer.apply_gradients(
-            zip(gradients, model.trainable_variables, strict=True)
-        )
+        variables = model.trainable_variables
+        _, losses = step_of(optimizer, variables, losses_of, has_aux=True)
         global_step.assign_add(1)
         return losses
 

@@ -3,23 +3,23 @@
 import keras
 
 from conformance import models
-from conformance.models import mlp, with_sgd
+from conformance.models import regressor
 from conformance.program import program
 
 
 @program(models.regression, rows=25)
 def last_batch_of_one_row():
-    return with_sgd(mlp())
+    return regressor()
 
 
 @program(models.regression, rows=7)
 def fewer_rows_than_a_batch():
-    return with_sgd(mlp())
+    return regressor()
 
 
 @program(models.regression, batch_size=8, rows=36)
 def batch_that_three_do_not_divide():
-    return with_sgd(mlp())
+    return regressor()
 
 
 @program(models.classes, validation=23)
@@ -29,7 +29,7 @@ def validation_data():
 
 @program(models.regression, validation=23)
 def validation_with_batch_norm():
-    return with_sgd(mlp(keras.layers.BatchNormalization(momentum=0.5)))
+    return regressor(keras.layers.BatchNormalization(momentum=0.5))
 
 
 @program(
@@ -42,4 +42,4 @@ def validation_with_batch_norm():
     needs_fit="callbacks belong to fit",
 )
 def callbacks_that_read_logs():
-    return with_sgd(mlp())
+    return regressor()

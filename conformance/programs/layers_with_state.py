@@ -4,71 +4,8 @@ import keras
 from keras import layers, ops
 
 from conformance import models
-from conformance.models import Lambda, mlp, with_sgd
-from conformance.program import program
-
-
-@program(models.regression)
-def batch_norm():
-    return with_sgd(mlp(layers.BatchNormalization()))
-
-
-@program(models.regression)
-def batch_norm_renorm():
-    return with_sgd(mlp(layers.BatchNormalization(renorm=True, momentum=0.8)))
-
-
-@program(models.images)
-def batch_norm_of_a_convolution():
-    return models.image_classifier(
-        layers.Conv2D(4, 3, use_bias=False),
-        layers.BatchNormalization(momentum=0.9),
-        layers.ReLU(),
-        layers.GlobalAveragePooling2D(),
-    )
-
-
-@program(models.steps)
-def batch_norm_with_a_mask():
-    return with_sgd(models.masked_steps(layers.BatchNormalization()))
-
-
-@program(models.regression)
-def layer_norm():
-    return with_sgd(mlp(layers.LayerNormalization()))
-
-
-@program(models.regression)
-def spectral_norm():
-    return with_sgd(mlp(layers.SpectralNormalization(layers.Dense(8))))
-
-
-@program(models.regression)
-def dropout():
-    return with_sgd(mlp(layers.Dropout(0.5, seed=3)))
-
-
-@program(models.regression)
-def dropout_without_a_seed():
-    return with_sgd(mlp(layers.Dropout(0.5)))
-
-
-@program(models.images)
-def spatial_dropout():
-    return models.image_classifier(
-        layers.Conv2D(4, 3, activation="relu"),
-        layers.SpatialDropout2D(0.5, seed=3),
-        layers.Flatten(),
-    )
-
-
-@program(models.images)
-def random_flip_and_brightness():
-    return models.image_classifier(
-        layers.RandomFlip("horizontal", seed=3),
-        layers.RandomBrightness(0.2, value_range=(0, 1), seed=4),
-        layers.Flatten(),
-    )
+from conformance.models import Lambda, regressor
+from conformance.program import programs
 
 
 class Noise(layers.Layer):
@@ -78,11 +15,6 @@ class Noise(layers.Layer):
 
     def call(self, x):
         return x + 0.3 * keras.random.normal(ops.shape(x), seed=self.seeds)
-
-
-@program(models.regression)
-def noise_of_a_users_layer():
-    return with_sgd(mlp(Noise()))
 
 
 class MovingMean(layers.Layer):
@@ -99,24 +31,51 @@ class MovingMean(layers.Layer):
         return x - self.mean
 
 
-@program(models.regression)
-def moving_mean_of_a_users_layer():
-    return with_sgd(mlp(MovingMean()))
+def _standardized(x):
+    return (x - ops.mean(x, axis=0)) / (ops.std(x, axis=0) + 0.1)
 
 
-@program(models.words)
-def embedding():
-    return models.tagger(layers.Embedding(models.WORDS, 4))
-
-
-@program(models.regression)
-def lora():
-    return with_sgd(models.with_lora())
-
-
-@program(models.regression)
-def standardization_over_the_batch():
-    """Compute statistics of the batch, in a layer of the user's."""
-    return with_sgd(
-        mlp(Lambda(lambda x: (x - ops.mean(x, axis=0)) / (ops.std(x, axis=0) + 0.1)))
-    )
+programs(
+    models.regression,
+    batch_norm=lambda: regressor(layers.BatchNormalization()),
+    batch_norm_renorm=lambda: regressor(
+        layers.BatchNormalization(renorm=True, momentum=0.8)
+    ),
+    layer_norm=lambda: regressor(layers.LayerNormalization()),
+    spectral_norm=lambda: regressor(layers.SpectralNormalization(layers.Dense(8))),
+    dropout=lambda: regressor(layers.Dropout(0.5, seed=3)),
+    dropout_without_a_seed=lambda: regressor(layers.Dropout(0.5)),
+    noise_of_a_users_layer=lambda: regressor(Noise()),
+    moving_mean_of_a_users_layer=lambda: regressor(MovingMean()),
+    lora=lambda: models.with_sgd(models.with_lora()),
+    # Statistics of the batch, in a layer of the user's.
+    standardization_over_the_batch=lambda: regressor(Lambda(_standardized)),
+)
+programs(
+    models.images,
+    batch_norm_of_a_convolution=lambda: models.image_classifier(
+        layers.Conv2D(4, 3, use_bias=False),
+        layers.BatchNormalization(momentum=0.9),
+        layers.ReLU(),
+        layers.GlobalAveragePooling2D(),
+    ),
+    spatial_dropout=lambda: models.image_classifier(
+        layers.Conv2D(4, 3, activation="relu"),
+        layers.SpatialDropout2D(0.5, seed=3),
+        layers.Flatten(),
+    ),
+    random_flip_and_brightness=lambda: models.image_classifier(
+        layers.RandomFlip("horizontal", seed=3),
+        layers.RandomBrightness(0.2, value_range=(0, 1), seed=4),
+        layers.Flatten(),
+    ),
+)
+programs(
+    models.steps,
+    batch_norm_with_a_mask=lambda: models.with_sgd(
+        models.masked_steps(layers.BatchNormalization())
+    ),
+)
+programs(
+    models.words, embedding=lambda: models.tagger(layers.Embedding(models.WORDS, 4))
+)

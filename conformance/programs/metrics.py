@@ -4,74 +4,57 @@ import keras
 from keras import metrics, ops
 
 from conformance import models
-from conformance.models import mlp, with_sgd
-from conformance.program import program
+from conformance.models import classifier, mlp, regressor, with_sgd
+from conformance.program import programs
 
 
-@program(models.classes)
-def accuracy():
-    return models.classifier(metrics=["accuracy"])
+def largest_error(y, y_pred):
+    return ops.max(ops.abs(y - y_pred), axis=-1)
 
 
-@program(models.binary)
-def auc():
-    return with_sgd(
-        mlp(),
+programs(
+    models.classes,
+    accuracy=lambda: classifier(metrics=["accuracy"]),
+    mean_iou=lambda: classifier(
+        metrics=[metrics.MeanIoU(models.CLASSES, sparse_y_pred=False, name="iou")]
+    ),
+)
+programs(
+    models.weighted_classes,
+    weighted_metrics=lambda: classifier(
+        metrics=["accuracy"], weighted_metrics=["accuracy"]
+    ),
+)
+programs(
+    models.binary,
+    auc=lambda: regressor(
         loss=keras.losses.BinaryCrossentropy(from_logits=True),
         metrics=[metrics.AUC(from_logits=True, name="auc")],
-    )
-
-
-@program(models.classes)
-def mean_iou():
-    iou = metrics.MeanIoU(models.CLASSES, sparse_y_pred=False, name="iou")
-    return models.classifier(metrics=[iou])
-
-
-@program(models.binary)
-def precision_and_recall():
-    return with_sgd(
-        mlp(),
+    ),
+    precision_and_recall=lambda: regressor(
         metrics=[
             metrics.Precision(0.2, name="precision"),
             metrics.Recall(0.2, name="recall"),
             metrics.PrecisionAtRecall(0.5, name="precision_at_recall"),
         ],
-    )
-
-
-@program(models.one_hot)
-def f1_score():
-    return with_sgd(
+    ),
+)
+programs(
+    models.one_hot,
+    f1_score=lambda: with_sgd(
         mlp(outputs=models.CLASSES),
         metrics=[metrics.F1Score(average="macro", name="f1")],
-    )
-
-
-@program(models.regression)
-def r2_score():
-    return with_sgd(mlp(), metrics=[metrics.R2Score(name="r2")])
-
-
-@program(models.regression)
-def correlation_over_the_batch():
-    correlation = metrics.PearsonCorrelation(axis=0, name="r")
-    return with_sgd(mlp(), metrics=[metrics.RootMeanSquaredError(), correlation])
-
-
-@program(models.weighted_classes)
-def weighted_metrics():
-    return models.classifier(metrics=["accuracy"], weighted_metrics=["accuracy"])
-
-
-@program(models.regression)
-def metric_function():
-    def largest_error(y, y_pred):
-        return ops.max(ops.abs(y - y_pred), axis=-1)
-
-    return with_sgd(mlp(), metrics=[largest_error])
-
-
-@program(models.regression)
-def users_metric():
-    return with_sgd(mlp(), metrics=[models.Total()])
+    ),
+)
+programs(
+    models.regression,
+    r2_score=lambda: regressor(metrics=[metrics.R2Score(name="r2")]),
+    correlation_over_the_batch=lambda: regressor(
+        metrics=[
+            metrics.RootMeanSquaredError(),
+            metrics.PearsonCorrelation(axis=0, name="r"),
+        ]
+    ),
+    metric_function=lambda: regressor(metrics=[largest_error]),
+    users_metric=lambda: regressor(metrics=[models.Total()]),
+)

@@ -6,7 +6,7 @@ from keras import layers, ops
 from conformance import models
 from conformance.models import with_sgd
 from conformance.program import program
-from conformance.step_model import StepModel
+from conformance.step_model import StepModel, gradients_of
 
 
 def _functional(cls, outputs=1, **compile):
@@ -166,17 +166,8 @@ class GAN(keras.Model):
 
     def _update(self, optimizer, network, loss_of):
         variables = network.trainable_weights
-        if keras.backend.backend() == "torch":
-            self.zero_grad()
-            loss = loss_of()
-            loss.backward()
-            optimizer.apply([v.value.grad for v in variables], variables)
-        else:
-            import tensorflow as tf
-
-            with tf.GradientTape() as tape:
-                loss = loss_of()
-            optimizer.apply(tape.gradient(loss, variables), variables)
+        loss, _, gradients = gradients_of(self, lambda: (loss_of(), None), variables)
+        optimizer.apply(gradients, variables)
         return loss
 
 

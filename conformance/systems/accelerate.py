@@ -37,12 +37,5 @@ def run(program: Program, replicas: int, initial: Any) -> Outcome:
         )
         return accelerator.reduce(loss, "mean"), *others
 
-    return train(
-        program,
-        model,
-        wrapped,
-        loader,
-        backward=accelerator.backward,
-        add_up=accelerator.reduce,
-        gather=gather,
-    )
+    how = accelerator.backward, accelerator.reduce, gather
+    return train(program, model, wrapped, loader, *how)

@@ -14,12 +14,10 @@ from conformance.systems.training import Outcome, build, fit
 
 
 def prepare(replicas: int) -> None:
-    """Make the logical devices."""
     jax.config.update("jax_num_cpu_devices", replicas)
 
 
 def run(program: Program, replicas: int, initial: Any) -> Outcome:
-    """Set the distribution and train by `fit`."""
     devices = keras.distribution.list_devices()
     assert len(devices) == replicas
     keras.distribution.set_distribution(keras.distribution.DataParallel())

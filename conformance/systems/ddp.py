@@ -29,11 +29,4 @@ def run(program: Program, replicas: int, initial: Any) -> Outcome:
         torch.distributed.all_reduce(value)
         return value
 
-    return train(
-        program,
-        model,
-        wrapped,
-        loader,
-        backward=lambda loss: loss.backward(),
-        add_up=add_up,
-    )
+    return train(program, model, wrapped, loader, torch.Tensor.backward, add_up)

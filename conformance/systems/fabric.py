@@ -34,12 +34,5 @@ def run(program: Program, replicas: int, initial: Any) -> Outcome:
         )
         return fabric.all_reduce(loss, reduce_op="mean"), *others
 
-    return train(
-        program,
-        model,
-        wrapped,
-        loader,
-        backward=fabric.backward,
-        add_up=functools.partial(fabric.all_reduce, reduce_op="sum"),
-        gather=gather,
-    )
+    add_up = functools.partial(fabric.all_reduce, reduce_op="sum")
+    return train(program, model, wrapped, loader, fabric.backward, add_up, gather)

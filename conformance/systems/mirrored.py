@@ -6,6 +6,7 @@ and `fit` in the scope, with a `tf.data.Dataset` of global batches.
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from conformance.program import Program
@@ -13,7 +14,6 @@ from conformance.systems.training import Outcome, build, fit_data
 
 
 def prepare(replicas: int) -> None:
-    """Make the logical devices."""
     (cpu,) = tf.config.list_physical_devices("CPU")
     logical = [tf.config.LogicalDeviceConfiguration()] * replicas
     tf.config.set_logical_device_configuration(cpu, logical)
@@ -29,11 +29,14 @@ def dataset(program: Program, rows: int) -> tf.data.Dataset:
 
 
 def run(program: Program, replicas: int, initial: Any) -> Outcome:
-    """Build and train in the scope."""
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+    with strategy.scope():
+        return fit_datasets(build(program, initial), program)
+
+
+def fit_datasets(model: keras.Model, program: Program) -> Outcome:
+    """Train by `fit` on a program's batches."""
     how = {}
     if program.validation:
         how["validation_data"] = dataset(program, program.validation)
-    with strategy.scope():
-        model = build(program, initial)
-        return fit_data(model, program, dataset(program, program.rows), **how)
+    return fit_data(model, program, dataset(program, program.rows), **how)

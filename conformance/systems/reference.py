@@ -5,6 +5,5 @@ from conformance.systems.training import Outcome, build, fit
 
 
 def run(program: Program, replicas: int, initial: None = None) -> Outcome:
-    """Train on one device."""
     del replicas
     return fit(build(program, initial), program)

@@ -23,12 +23,10 @@ class _Messages(logging.Handler):
 
 
 def prepare(replicas: int) -> None:
-    """Make the logical devices."""
     ks.config.set_logical_devices("cpu", replicas)
 
 
 def run(program: Program, replicas: int, initial: Any) -> Outcome:
-    """Build in the scope and train by `fit`."""
     messages = _Messages()
     logger = logging.getLogger("keras_strategy")
     logger.addHandler(messages)

@@ -43,31 +43,19 @@ def build(program: Program, initial: list[np.ndarray] | None) -> keras.Model:
     return model
 
 
-def validation_data(program: Program) -> Any:
-    """Return the validation data as a tuple, or None."""
-    if not program.validation:
-        return None
-    data = program.data(program.validation)
-    return data.x, data.y
-
-
 def fit(model: keras.Model, program: Program) -> Outcome:
     """Train by `fit` on arrays."""
     data = program.data(program.rows)
-    return fit_data(
-        model,
-        program,
-        data.x,
-        data.y,
-        sample_weight=data.sample_weight,
-        batch_size=program.batch_size,
-    )
+    how = {"sample_weight": data.sample_weight, "batch_size": program.batch_size}
+    if program.validation:
+        validation = program.data(program.validation)
+        how["validation_data"] = validation.x, validation.y
+    return fit_data(model, program, data.x, data.y, **how)
 
 
 def fit_data(model: keras.Model, program: Program, x: Any, *y: Any, **how: Any):
     """Train by `fit` on data of any kind, and return the outcome."""
     initial = model.get_weights()
-    how.setdefault("validation_data", validation_data(program))
     history = model.fit(
         x,
         *y,

@@ -43,6 +43,23 @@ class Case:
     policy: str = "float32"
 
 
+def in_mlp(*middle: Callable[[], keras.Layer]) -> Callable[[], keras.Model]:
+    """Return a function that compiles an MLP with layers that functions make."""
+    return lambda: models.compiled(models.mlp(*middle))
+
+
+def tagger(
+    embedding: Callable[[], keras.Layer],
+    optimizer: Callable[[], Any] = lambda: None,
+    loss: Any = "sparse_categorical_crossentropy",
+    **compile: Any,
+) -> Callable[[], keras.Model]:
+    """Return a function that compiles a model of a class for each word."""
+    return lambda: models.compiled(
+        models.sequences(embedding()), optimizer(), loss, **compile
+    )
+
+
 def shipped(module: Any, base: type, without: set[str]) -> Iterator[type]:
     """Return the classes that a module of Keras offers, each once, by name."""
     found = {}

@@ -1,5 +1,6 @@
 """Layers with state or statistics, and ordinary ones."""
 
+import functools
 from collections.abc import Iterator
 
 import keras
@@ -8,60 +9,44 @@ from keras import layers, optimizers
 
 import keras_strategy as ks
 from conformance import models
-from conformance.equality.cases.case import Case
-from conformance.models import compiled, mlp
+from conformance.equality.cases.case import Case, in_mlp, tagger
+from conformance.models import compiled
+
+EMBEDDING = functools.partial(layers.Embedding, models.WORDS, 4)
 
 
 def cases() -> Iterator[Case]:
     """Yield normalizations and layers with state."""
-    yield Case(
-        "BatchNormalization, synchronized",
-        # On one device there is nothing to synchronize, and Keras refuses to.
-        lambda: compiled(
-            mlp(lambda: layers.BatchNormalization(synchronized=_in_a_scope()))
-        ),
-    )
-    yield Case(
-        "BatchNormalization, synchronized, with a mask",
-        lambda: compiled(
-            models.masked_steps(
-                lambda: layers.BatchNormalization(synchronized=_in_a_scope())
-            )
-        ),
-        data=models.steps,
-    )
-    yield Case("BatchNormalization", lambda: compiled(mlp(layers.BatchNormalization)))
-    yield Case(
-        "BatchNormalization, with a mask",
-        lambda: compiled(models.masked_steps(layers.BatchNormalization)),
-        data=models.steps,
-    )
+
+    def steps(*middle):
+        return in_mlp(lambda: layers.Reshape((4, 2)), *middle)
+
+    def masked(make):
+        return {
+            "make": lambda: compiled(models.masked_steps(make)),
+            "data": models.steps,
+        }
+
+    yield Case("BatchNormalization, synchronized", in_mlp(_synchronized))
+    yield Case("BatchNormalization, synchronized, with a mask", **masked(_synchronized))
+    yield Case("BatchNormalization", in_mlp(layers.BatchNormalization))
+    yield Case("BatchNormalization, with a mask", **masked(layers.BatchNormalization))
     yield Case(
         "BatchNormalization twice, with renorm",
-        lambda: compiled(
-            mlp(
-                lambda: layers.BatchNormalization(**models.RENORM),
-                lambda: layers.Dense(6, "tanh"),
-                lambda: layers.BatchNormalization(momentum=0.5),
-            )
+        in_mlp(
+            lambda: layers.BatchNormalization(**models.RENORM),
+            lambda: layers.Dense(6, "tanh"),
+            lambda: layers.BatchNormalization(momentum=0.5),
         ),
     )
-    yield Case("LayerNormalization", lambda: compiled(mlp(layers.LayerNormalization)))
-    yield Case(
-        "GroupNormalization",
-        lambda: compiled(mlp(lambda: layers.GroupNormalization(2))),
-    )
-    yield Case("RMSNormalization", lambda: compiled(mlp(layers.RMSNormalization)))
-    yield Case("UnitNormalization", lambda: compiled(mlp(layers.UnitNormalization)))
-    yield Case(
-        "Normalization, adapted",
-        lambda: compiled(mlp(_adapted_normalization)),
-    )
+    yield Case("LayerNormalization", in_mlp(layers.LayerNormalization))
+    yield Case("GroupNormalization", in_mlp(lambda: layers.GroupNormalization(2)))
+    yield Case("RMSNormalization", in_mlp(layers.RMSNormalization))
+    yield Case("UnitNormalization", in_mlp(layers.UnitNormalization))
+    yield Case("Normalization, adapted", in_mlp(_adapted_normalization))
     yield Case(
         "Discretization, adapted",
-        lambda: compiled(
-            mlp(_adapted_discretization, lambda: layers.CategoryEncoding(4, "count"))
-        ),
+        in_mlp(_adapted_discretization, lambda: layers.CategoryEncoding(4, "count")),
     )
     yield Case(
         "StringLookup, adapted",
@@ -70,63 +55,32 @@ def cases() -> Iterator[Case]:
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         ),
         data=_strings,
-        not_on={
-            engine: "Keras's models take no strings there"
-            for engine in ("jax", "torch")
-        },
+        not_on=dict.fromkeys(("jax", "torch"), "Keras's models take no strings there"),
     )
     yield Case(
         "SpectralNormalization",
-        lambda: compiled(mlp(lambda: layers.SpectralNormalization(layers.Dense(8)))),
+        in_mlp(lambda: layers.SpectralNormalization(layers.Dense(8))),
     )
     yield Case("LoRA", lambda: compiled(models.with_lora()))
     yield Case(
-        "Embedding (sparse gradients on TensorFlow)",
-        lambda: compiled(
-            models.sequences(layers.Embedding(models.WORDS, 4)),
-            loss="sparse_categorical_crossentropy",
-        ),
-        data=models.words,
+        "Embedding (sparse gradients on TensorFlow)", tagger(EMBEDDING), models.words
     )
+    accumulated = {"clipnorm": 0.1, "gradient_accumulation_steps": 2}
     yield Case(
         "Embedding, clipped and accumulated",
-        lambda: compiled(
-            models.sequences(layers.Embedding(models.WORDS, 4)),
-            optimizers.Adam(0.01, clipnorm=0.1, gradient_accumulation_steps=2),
-            loss="sparse_categorical_crossentropy",
-        ),
-        data=models.words,
+        tagger(EMBEDDING, lambda: optimizers.Adam(0.01, **accumulated)),
+        models.words,
     )
-    yield Case(
-        "convolutions",
-        lambda: compiled(
-            mlp(
-                lambda: layers.Reshape((4, 2)),
-                lambda: layers.Conv1D(4, 2, activation="relu"),
-                layers.Flatten,
-            )
-        ),
-    )
+    convolution = functools.partial(layers.Conv1D, 4, 2, activation="relu")
+    yield Case("convolutions", steps(convolution, layers.Flatten))
     yield Case(
         "recurrent layers",
-        lambda: compiled(
-            mlp(
-                lambda: layers.Reshape((4, 2)),
-                lambda: layers.Bidirectional(layers.LSTM(4, return_sequences=True)),
-                lambda: layers.GRU(4),
-            )
+        steps(
+            lambda: layers.Bidirectional(layers.LSTM(4, return_sequences=True)),
+            lambda: layers.GRU(4),
         ),
     )
-    yield Case(
-        "attention",
-        lambda: compiled(
-            mlp(
-                lambda: layers.Reshape((4, 2)),
-                lambda: _SelfAttention(),
-                layers.Flatten,
-            )
-        ),
-    )
+    yield Case("attention", steps(_SelfAttention, layers.Flatten))
 
 
 class _SelfAttention(layers.Layer):
@@ -139,8 +93,9 @@ class _SelfAttention(layers.Layer):
         return self.attention(x, x)
 
 
-def _in_a_scope() -> bool:
-    return ks.has_strategy()
+def _synchronized():
+    # On one device there is nothing to synchronize, and Keras refuses to.
+    return layers.BatchNormalization(synchronized=ks.has_strategy())
 
 
 def _adapted_normalization():
@@ -169,7 +124,7 @@ def _of_strings():
         [
             keras.Input((models.STEPS,), dtype="string"),
             lookup,
-            layers.Embedding(models.WORDS, 4),
+            EMBEDDING(),
             layers.Dense(models.CLASSES),
         ]
     )

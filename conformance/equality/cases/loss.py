@@ -7,7 +7,7 @@ import keras
 from keras import layers, losses, ops, optimizers
 
 from conformance import models
-from conformance.equality.cases.case import Case, shipped
+from conformance.equality.cases.case import Case, in_mlp, shipped, tagger
 from conformance.models import compiled, mlp
 
 # CTC has data of its own. The others compare the rows of a batch with each other.
@@ -59,13 +59,8 @@ def each() -> Iterator[Case]:
         lambda: compiled(mlp(outputs=models.CLASSES), loss=losses.Circle()),
         data=models.classes,
     )
-    yield Case(
-        "loss CTC",
-        lambda: compiled(
-            models.sequences(layers.Embedding(models.WORDS, 4)), loss=losses.CTC()
-        ),
-        data=models.labels,
-    )
+    embedding = functools.partial(layers.Embedding, models.WORDS, 4)
+    yield Case("loss CTC", tagger(embedding, loss=losses.CTC()), models.labels)
 
 
 def _targets(classes, rows):
@@ -125,38 +120,24 @@ def cases() -> Iterator[Case]:
         fit=weighted,
     )
     yield from _masks()
-    yield Case("add_loss", lambda: compiled(mlp(models.AddLoss)))
-    yield Case(
-        "activity regularizer",
-        lambda: compiled(mlp(lambda: layers.Dense(8, activity_regularizer="l2"))),
-    )
+    yield Case("add_loss", in_mlp(models.AddLoss))
+    dense = functools.partial(layers.Dense, 8)
+    yield Case("activity regularizer", in_mlp(lambda: dense(activity_regularizer="l2")))
     yield Case(
         "kernel and bias regularizers",
-        lambda: compiled(
-            mlp(lambda: layers.Dense(8, kernel_regularizer="l1", bias_regularizer="l2"))
-        ),
+        in_mlp(lambda: dense(kernel_regularizer="l1", bias_regularizer="l2")),
     )
 
 
 def _masks() -> Iterator[Case]:
     masked = functools.partial(layers.Embedding, models.WORDS, 4, mask_zero=True)
     yield Case(
-        "mask of an Embedding",
-        lambda: compiled(
-            models.sequences(masked()),
-            loss="sparse_categorical_crossentropy",
-            metrics=["accuracy"],
-        ),
-        data=models.words,
+        "mask of an Embedding", tagger(masked, metrics=["accuracy"]), models.words
     )
     yield Case(
         "mask and sample weights",
-        lambda: compiled(
-            models.sequences(masked()),
-            loss="sparse_categorical_crossentropy",
-            weighted_metrics=["accuracy"],
-        ),
-        data=models.words,
+        tagger(masked, weighted_metrics=["accuracy"]),
+        models.words,
         fit=lambda rows: {"sample_weight": models.weights_of((rows, models.STEPS))},
         not_on={
             "torch": "Keras's loss scales the sample weights in place there, before "
@@ -164,17 +145,10 @@ def _masks() -> Iterator[Case]:
         },
     )
     for reduction in ("sum", "mean_with_sample_weight"):
+        loss = losses.SparseCategoricalCrossentropy(reduction=reduction)
         yield Case(
             f"mask, reduction {reduction}",
-            lambda reduction=reduction: compiled(
-                models.sequences(masked()),
-                optimizers.SGD(0.01),
-                losses.SparseCategoricalCrossentropy(reduction=reduction),
-            ),
-            data=models.words,
+            tagger(masked, lambda: optimizers.SGD(0.01), loss),
+            models.words,
         )
-    yield Case(
-        "Masking",
-        lambda: compiled(models.masked_steps()),
-        data=models.steps,
-    )
+    yield Case("Masking", lambda: compiled(models.masked_steps()), models.steps)

@@ -1,7 +1,7 @@
 """Optimizers, and what they do beside their rule."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -64,22 +64,26 @@ def _kernels_apart(kernels):
     return lambda variable: kernels if "kernel" in variable.path else others
 
 
+def trained_by(optimizer: Callable[[], Any]) -> Callable[[], keras.Model]:
+    """Return a function that compiles an MLP with a new optimizer."""
+    return lambda: compiled(optimizer=optimizer())
+
+
 def beside_the_rule(briefly: bool = False) -> Iterator[Case]:
     """Yield the options of optimizers.
 
     Args:
         briefly: Whether several of their options share a row.
     """
+    scaled_sums = {"gradient_accumulation_steps": 3, "loss_scale_factor": 8.0}
+    overwriting = {"use_ema": True, "ema_overwrite_frequency": 2}
     alone: dict[str, dict[str, Any]] = {
         "clipnorm": {"clipnorm": 0.1},
         "global_clipnorm": {"global_clipnorm": 0.1},
         "clipvalue": {"clipvalue": 0.01},
         "weight_decay": {"weight_decay": 0.1},
         "EMA": {"use_ema": True},
-        "EMA, overwriting every 2 steps": {
-            "use_ema": True,
-            "ema_overwrite_frequency": 2,
-        },
+        "EMA, overwriting every 2 steps": overwriting,
         "accumulation over 2 steps": {"gradient_accumulation_steps": 2},
         "accumulation over 3 steps": {"gradient_accumulation_steps": 3},
         "loss_scale_factor": {"loss_scale_factor": 8.0},
@@ -87,37 +91,26 @@ def beside_the_rule(briefly: bool = False) -> Iterator[Case]:
     together: dict[str, dict[str, Any]] = {
         "clipnorm and decay": {"clipnorm": 0.1, "weight_decay": 0.1},
         "clipvalue and EMA": {"clipvalue": 0.01, "use_ema": True},
-        "accumulation over 3 steps, with a loss_scale_factor": {
-            "gradient_accumulation_steps": 3,
-            "loss_scale_factor": 8.0,
-        },
+        "accumulation over 3 steps, with a loss_scale_factor": scaled_sums,
     }
     options: dict[str, dict[str, Any]] = {
         **(together if briefly else alone),
         "clipping, decay, EMA and accumulation at once": {
-            "global_clipnorm": 0.1,
-            "weight_decay": 0.1,
-            "use_ema": True,
-            "ema_overwrite_frequency": 2,
+            **{"global_clipnorm": 0.1, "weight_decay": 0.1, **overwriting},
             "gradient_accumulation_steps": 2,
         },
     }
     for name, arguments in options.items():
-        yield Case(
-            name,
-            lambda arguments=arguments: compiled(optimizer=adam(**arguments)),
-        )
+        yield Case(name, trained_by(functools.partial(adam, **arguments)))
     schedules = optimizers.schedules
-    for name, schedule in {
-        "learning rate schedule": lambda: schedules.ExponentialDecay(0.05, 2, 0.5),
-        "learning rate schedule with a warm-up": lambda: schedules.CosineDecay(
-            0.0, 4, warmup_target=0.05, warmup_steps=2
-        ),
-    }.items():
-        yield Case(
-            name,
-            lambda schedule=schedule: compiled(optimizer=optimizers.Adam(schedule())),
-        )
+    decay = functools.partial(schedules.ExponentialDecay, 0.05, 2, 0.5)
+    warm_up = {"warmup_target": 0.05, "warmup_steps": 2}
+    cosine = functools.partial(schedules.CosineDecay, 0.0, 4, **warm_up)
+    yield Case("learning rate schedule", trained_by(lambda: optimizers.Adam(decay())))
+    yield Case(
+        "learning rate schedule with a warm-up",
+        trained_by(lambda: optimizers.Adam(cosine())),
+    )
     yield from _loss_scales()
 
 
@@ -127,14 +120,10 @@ def _loss_scales() -> Iterator[Case]:
     def scaled(optimizer, **arguments):
         return optimizers.LossScaleOptimizer(optimizer, **arguments)
 
-    for name, arguments in {
-        "LossScaleOptimizer, NaN on one replica": {},
-        "LossScaleOptimizer over accumulation, NaN on one replica": {
-            "gradient_accumulation_steps": 2
-        },
-    }.items():
+    accumulated = {"gradient_accumulation_steps": 2}
+    for name, arguments in {"": {}, " over accumulation": accumulated}.items():
         yield Case(
-            name,
+            f"LossScaleOptimizer{name}, NaN on one replica",
             lambda arguments=arguments: compiled(
                 mlp(models.NotANumberAtZero),
                 scaled(adam(**arguments), initial_scale=2.0**10),
@@ -144,21 +133,17 @@ def _loss_scales() -> Iterator[Case]:
     yield Case(
         # Both are conditions on TensorFlow, where one in the other may not synchronize.
         "LossScaleOptimizer over EMA, overwriting every 2 steps",
-        lambda: compiled(
-            optimizer=scaled(adam(use_ema=True, ema_overwrite_frequency=2))
-        ),
+        trained_by(lambda: scaled(adam(use_ema=True, ema_overwrite_frequency=2))),
     )
     yield Case(
         "LossScaleOptimizer, a scale that grows",
-        lambda: compiled(
-            optimizer=scaled(adam(), initial_scale=8.0, dynamic_growth_steps=2)
-        ),
+        trained_by(lambda: scaled(adam(), initial_scale=8.0, dynamic_growth_steps=2)),
     )
     yield Case(
         "mixed_float16",
         # A replica's gradients, of means over its rows alone, are larger than those
         # of the batch before they are weighted. From this scale neither overflows.
-        lambda: compiled(optimizer=scaled(adam(), initial_scale=2.0**8)),
+        trained_by(lambda: scaled(adam(), initial_scale=2.0**8)),
         policy="mixed_float16",
         **FLOAT16,
     )

@@ -7,7 +7,7 @@ import keras
 from keras import layers, ops
 
 from conformance import models
-from conformance.equality.cases.case import Case
+from conformance.equality.cases.case import Case, in_mlp
 from conformance.models import compiled, mlp
 
 
@@ -100,11 +100,8 @@ def foreign() -> keras.Model:
 
 def cases() -> Iterator[Case]:
     """Yield users' programs."""
-    yield Case(
-        "custom state: a sum, and a count of steps",
-        lambda: compiled(mlp(Summing)),
-    )
-    yield Case("custom state: a moving mean", lambda: compiled(mlp(MovingMean)))
+    yield Case("custom state: a sum, and a count of steps", in_mlp(Summing))
+    yield Case("custom state: a moving mean", in_mlp(MovingMean))
     yield Case("tensors that a call keeps on layers", lambda: compiled(Skip()))
     yield Case(
         "logs that are computed of metrics' results",

@@ -9,8 +9,8 @@ import keras
 from keras import layers
 
 from conformance import models
-from conformance.equality.cases.case import Case
-from conformance.models import compiled, mlp
+from conformance.equality.cases.case import Case, in_mlp
+from conformance.models import compiled
 
 Made = Callable[[Any], layers.Layer]
 
@@ -20,16 +20,14 @@ _UNIT: dict[str, Any] = {"value_range": (0, 1)}
 # Of a seed, what is put into an MLP of 8 features.
 NOISE: dict[str, Made] = {
     "Dropout": lambda seed: layers.Dropout(0.3, seed=seed),
-    "Dropout, one for each row": lambda seed: layers.Dropout(
-        0.3, noise_shape=(None, 1), seed=seed
-    ),
-    "Dropout, one for all rows": lambda seed: layers.Dropout(
-        0.3, noise_shape=(1, 8), seed=seed
-    ),
+    "Dropout, one for each row": lambda seed: layers.Dropout(0.3, (None, 1), seed=seed),
+    "Dropout, one for all rows": lambda seed: layers.Dropout(0.3, (1, 8), seed=seed),
     "AlphaDropout": lambda seed: layers.AlphaDropout(0.2, seed=seed),
     "GaussianDropout": lambda seed: layers.GaussianDropout(0.2, seed=seed),
     "GaussianNoise": lambda seed: layers.GaussianNoise(0.2, seed=seed),
 }
+# The bias of the keys has no gradient but rounding noise.
+_ATTENTION: dict[str, Any] = {"dropout": 0.3, "use_bias": False}
 
 # What is put into a model of 4 steps of 2 features, and gives as many steps.
 STEPS: dict[str, Made] = {
@@ -40,18 +38,20 @@ STEPS: dict[str, Made] = {
     "SpatialDropout3D": lambda seed: _shaped(
         (2, 2, 1, 2), layers.SpatialDropout3D(0.3, seed=seed)
     ),
-    "dropout of LSTM": lambda seed: layers.LSTM(2, **_recurrent(seed)),
-    "dropout of GRU": lambda seed: layers.GRU(2, **_recurrent(seed)),
-    "dropout of SimpleRNN": lambda seed: layers.SimpleRNN(2, **_recurrent(seed)),
-    "dropout of ConvLSTM1D": lambda seed: _shaped(
-        (2, 4, 1), layers.ConvLSTM1D(1, 2, padding="same", **_recurrent(seed))
-    ),
-    "dropout of ConvLSTM2D": lambda seed: _shaped(
-        (2, 2, 2, 1), layers.ConvLSTM2D(1, 2, padding="same", **_recurrent(seed))
-    ),
-    "dropout of ConvLSTM3D": lambda seed: _shaped(
-        (2, 2, 2, 1, 1), layers.ConvLSTM3D(1, 2, padding="same", **_recurrent(seed))
-    ),
+    **{
+        f"dropout of {cls.__name__}": lambda seed, cls=cls: cls(2, **_recurrent(seed))
+        for cls in (layers.LSTM, layers.GRU, layers.SimpleRNN)
+    },
+    **{
+        f"dropout of {cls.__name__}": lambda seed, cls=cls, shape=shape: _shaped(
+            shape, cls(1, 2, padding="same", **_recurrent(seed))
+        )
+        for cls, shape in (
+            (layers.ConvLSTM1D, (2, 4, 1)),
+            (layers.ConvLSTM2D, (2, 2, 2, 1)),
+            (layers.ConvLSTM3D, (2, 2, 2, 1, 1)),
+        )
+    },
     "dropout of Bidirectional": lambda seed: layers.Bidirectional(
         layers.GRU(1, **_recurrent(seed))
     ),
@@ -60,31 +60,23 @@ STEPS: dict[str, Made] = {
         return_sequences=True,
     ),
     "dropout of MultiHeadAttention": lambda seed: _to_each_other(
-        # The bias of the keys has no gradient but rounding noise.
-        layers.MultiHeadAttention(2, 2, dropout=0.3, use_bias=False, seed=seed)
+        layers.MultiHeadAttention(2, 2, **_ATTENTION, seed=seed)
     ),
     "dropout of GroupQueryAttention": lambda seed: _to_each_other(
-        layers.GroupQueryAttention(2, 2, 1, dropout=0.3, use_bias=False, seed=seed)
+        layers.GroupQueryAttention(2, 2, 1, **_ATTENTION, seed=seed)
     ),
-    "dropout of Attention": lambda seed: _to_each_other(
-        layers.Attention(dropout=0.3, seed=seed), at_once=True
-    ),
-    "dropout of AdditiveAttention": lambda seed: _to_each_other(
-        layers.AdditiveAttention(dropout=0.3, seed=seed), at_once=True
-    ),
-    "Dropout in TimeDistributed": lambda seed: layers.TimeDistributed(
-        keras.Sequential([layers.Dense(2), layers.Dropout(0.3, seed=seed)])
+    **{
+        f"dropout of {cls.__name__}": lambda seed, cls=cls: _to_each_other(
+            cls(dropout=0.3, seed=seed), at_once=True
+        )
+        for cls in (layers.Attention, layers.AdditiveAttention)
+    },
+    "Dropout in TimeDistributed": lambda seed: _in_time(
+        layers.Dense(2), layers.Dropout(0.3, seed=seed)
     ),
     "Dropout in LSTM in TimeDistributed": lambda seed: _shaped(
         (2, 2, 2),
-        layers.TimeDistributed(
-            keras.Sequential(
-                [
-                    layers.LSTM(2, **_recurrent(seed)),
-                    layers.Dropout(0.3, seed=seed),
-                ]
-            )
-        ),
+        _in_time(layers.LSTM(2, **_recurrent(seed)), layers.Dropout(0.3, seed=seed)),
     ),
 }
 
@@ -166,6 +158,10 @@ def _shaped(shape: tuple[int, ...], layer: layers.Layer) -> layers.Layer:
     return keras.Sequential([layers.Reshape(shape), layer, layers.Reshape((4, 2))])
 
 
+def _in_time(*parts: layers.Layer) -> layers.Layer:
+    return layers.TimeDistributed(keras.Sequential(parts))
+
+
 def _to_each_other(attention: layers.Layer, at_once: bool = False) -> layers.Layer:
     """Return a model of steps that attend to each other, with dropout."""
     x = keras.Input((4, 2))
@@ -204,20 +200,18 @@ def at_once() -> Iterator[Case]:
         yield dataclasses.replace(case, not_on={**_SLOW, **case.not_on})
 
 
-def _noisy(name: str, makes: list[Made], seeds: list[Any]) -> Case:
+def _made(makes: list[Made], seeds: list[Any]) -> list[Callable[[], layers.Layer]]:
     pairs = zip(makes, seeds, strict=True)
-    middle = [functools.partial(make, seed) for make, seed in pairs]
-    return Case(name, lambda: compiled(mlp(*middle)))
+    return [functools.partial(make, seed) for make, seed in pairs]
+
+
+def _noisy(name: str, makes: list[Made], seeds: list[Any]) -> Case:
+    return Case(name, in_mlp(*_made(makes, seeds)))
 
 
 def _stepwise(name: str, makes: list[Made], seeds: list[Any]) -> Case:
-    pairs = zip(makes, seeds, strict=True)
-    middle = [functools.partial(make, seed) for make, seed in pairs]
-
-    def make():
-        return compiled(mlp(lambda: layers.Reshape((4, 2)), *middle, layers.Flatten))
-
-    return Case(name, make)
+    middle = _made(makes, seeds)
+    return Case(name, in_mlp(lambda: layers.Reshape((4, 2)), *middle, layers.Flatten))
 
 
 def _of_images(name: str, makes: list[Made], seed: Any) -> Case:
