@@ -116,8 +116,8 @@ def idea() -> str:
     drawing = Drawing(
         760,
         470,
-        "One program; the samples of its global batch are split over four devices; their "
-        "gradients are summed; the weights match one device; JAX, torch or "
+        "One program; the samples of its global batch are split over four devices; "
+        "their gradients are summed; the weights match one device; JAX, torch or "
         "TensorFlow compute",
     )
     drawing.box(
