@@ -277,7 +277,8 @@ class Message:
     def split(self) -> tuple[str, str]:
         """Return the first sentence, and the others without what was received."""
         first, *others = re.split(r"(?<=[.;!?]) (?=[A-Z…])|(?<=:) (?=[A-Z])", self.text)
-        return first, " ".join(s for s in others if not s.startswith("Received"))
+        rest = " ".join(s for s in others if not s.startswith("Received"))
+        return first, rest if re.search(r"\w", rest) else ""
 
 
 def find_messages() -> list[Message]:
@@ -744,10 +745,10 @@ def _cells(row: dict[str, str]) -> tuple[str, ...]:
 # --- the hook of mkdocs
 
 _PROGRAM = re.compile(r"^`(examples/\w+\.py)`(?:, and \[as(.*))?$", re.MULTILINE)
-_ENTRY = re.compile(r"^(?:## (.+)|::: keras_strategy\.(.+))$", re.MULTILINE)
+_ENTRY = re.compile(r"^::: keras_strategy\.(.+)$", re.MULTILINE)
 _CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
-# Browsers break a line behind the hyphen of 1e-07.
-_NUMBER = re.compile(r"(?<![\w.-])\d(?:\.\d+)?e-\d\d\b")
+# Browsers break a line behind the hyphen of 1e-07, and before the % of 100 %.
+_NUMBER = re.compile(r"(?<![\w.-])\d(?:\.\d+)?e-\d\d\b|\d %")
 _LONG = re.compile(r"(?<=<code>)[^<]{20,}(?=</code>)")
 _PART = re.compile(r"[_./:(]+(?=\w)")
 
@@ -774,10 +775,12 @@ def summary_of_names(markdown: str) -> str:
 
     package = griffe.load("keras_strategy", search_paths=[ROOT])
     rows = []
-    for title, name in _ENTRY.findall(markdown):
-        if title:
-            rows.append((f"**[{title}](#{title.lower().replace(' ', '-')})**", ""))
-        else:
+    for section in markdown.split("\n## ")[1:]:
+        title, text = section.split("\n", 1)
+        names = _ENTRY.findall(text)
+        listed = "" if names else first_paragraph(text)
+        rows.append((f"**[{title}](#{title.lower().replace(' ', '-')})**", listed))
+        for name in names:
             documentation = package[name].docstring
             purpose = first_paragraph(documentation and documentation.value)
             rows.append((f"[`{name}`](#keras_strategy.{name})", purpose))

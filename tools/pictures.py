@@ -116,8 +116,8 @@ def idea() -> str:
     drawing = Drawing(
         760,
         470,
-        "One program; its global batch is split by rows over four devices; their "
-        "gradients are summed; the weights match one device; JAX, torch or "
+        "One program; the samples of its global batch are split over four devices; "
+        "their gradients are summed; the weights match one device; JAX, torch or "
         "TensorFlow compute",
     )
     drawing.box(
@@ -130,15 +130,15 @@ def idea() -> str:
         left=True,
     )
     drawing.arrow(380, 102, 380, 130)
-    drawing.box(130, 132, 500, 34, DATA, "global batch: 64 rows")
+    drawing.box(130, 132, 500, 34, DATA, "global batch: 64 samples")
     for number in range(4):
         x = 40 + 175 * number
         drawing.arrow(205 + 117 * number, 166, x + 77, 204)
-        rows = f"rows {16 * number} to {16 * number + 15}"
-        drawing.box(x, 206, 155, 54, DEVICE, f"device {number}", rows)
+        samples = f"samples {16 * number} to {16 * number + 15}"
+        drawing.box(x, 206, 155, 54, DEVICE, f"device {number}", samples)
         drawing.arrow(x + 77, 260, 205 + 117 * number, 298)
     drawing.box(
-        130, 300, 500, 34, RESULT, "gradients, weighted by rows, are summed once"
+        130, 300, 500, 34, RESULT, "gradients, weighted by samples, are summed once"
     )
     drawing.arrow(380, 334, 380, 362)
     result = "weights, logs and predictions match one device"

@@ -92,8 +92,9 @@ def verify(
     ):
         raise ValueError(
             "`verify` compares several replicas of one process with one device. "
-            f"Received: a model of {strategy!r}. Create it in the scope of a "
-            "`MirroredStrategy` with several devices."
+            f"Received: a model of {strategy!r}. Create it in the scope of a strategy "
+            "with several devices in one process: on CPUs, set "
+            "KERAS_STRATEGY_LOGICAL_CPUS=2."
         )
     parts = (x,) if kind == "predict" else (x, y, sample_weight)
     while parts[-1] is None and len(parts) > 1:

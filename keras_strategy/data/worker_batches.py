@@ -41,10 +41,10 @@ FULL_READS = (
     "row is read %d times. If reading is slow, use rows that can be indexed "
     "(`keras_strategy.IndexedDataset`, or a torch DataLoader of them), of which a "
     "worker reads only its own. Rows may depend on each other if a `collate_fn`, "
-    "`__getitems__` or `read` is yours, or if reading changes the dataset: if they do "
-    "not, declare it by `keras_strategy.row_independent(...)`. Or have each worker "
-    "read a different part, with `AutoShardPolicy.OFF`, or FILE for a "
-    "`tf.data.Dataset` of files."
+    "`__getitems__` or `read` is yours, or if reading draws random numbers or changes "
+    "the dataset: if they do not, declare it by `keras_strategy.row_independent(...)`. "
+    "Or have each worker read a different part, with `AutoShardPolicy.OFF`, or FILE "
+    "for a `tf.data.Dataset` of files."
 )
 _warned: set[str] = set()
 

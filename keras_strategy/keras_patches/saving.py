@@ -203,7 +203,8 @@ def _check_same_variables(
     if missing or unexpected:
         raise ValueError(
             f"{found.file} was written by another model or optimizer. Missing "
-            f"variables: {missing}. Unexpected variables: {unexpected}."
+            f"variables: {missing}. Unexpected variables: {unexpected}. Build the "
+            "model and optimizer first: `optimizer.build(model.trainable_variables)`."
         )
     for key, variable in variables.items():
         if key in shapes and tuple(shapes[key]) != tuple(variable.shape):

@@ -384,7 +384,7 @@ class Runner:
         except _CONCRETE_ERRORS as error:
             raise TypeError(
                 "The function passed to `strategy.run` made a Python decision on a "
-                "tensor, such as `if`, `int()` or `range()` of a value or of the "
+                "tensor, such as `if`, `float()` or `range()` of a value or of the "
                 "replica id. On JAX one compiled program serves all replicas, and "
                 "tensors have no values while Python traces it. Use `keras.ops.where` "
                 "or `keras.ops.cond` instead."
