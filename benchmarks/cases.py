@@ -24,20 +24,15 @@ WORDS = 8192
 TOPICS = 16
 
 
+# Makes a model, not compiled, with logits as its output.
 Build = Callable[[], keras.Model]
+# Gives the inputs and the integer targets of a set.
 Load = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model with its data.
-
-    Attributes:
-        name: Its name in the results.
-        build: Makes the model, not compiled, with logits as its output.
-        load: Gives the inputs and the integer targets of a set, as NumPy arrays.
-        batch: The rows of a global batch.
-    """
+    """A model with its data, and the rows of a global batch."""
 
     name: str
     build: Build

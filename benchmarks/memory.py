@@ -55,9 +55,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--width", type=int, default=WIDTH, help="of the layers")
-    parser.add_argument(
-        "--call", choices=["fit", "run"], default="fit", help="what trains, on JAX"
-    )
+    calls = {"choices": ["fit", "run"], "default": "fit"}
+    parser.add_argument("--call", **calls, help="what trains, on JAX")
     options = parser.parse_args()
     os.environ.setdefault("KERAS_BACKEND", "jax")
     if os.environ["KERAS_BACKEND"] == "jax":

@@ -36,15 +36,9 @@ def torchrun_variables(
 class ProgramProcesses(contextlib.AbstractContextManager["ProgramProcesses"]):
     """Processes of one program: all of them train together, and wait together.
 
-    They start with this object; `ready` waits for their first step.
-
-    Args:
-        program: What they run.
-        case: The name of the case.
-        workers: Their number.
-        devices: The devices of each.
-        starter: Forks processes that have imported the backend; None starts others.
-        environments: More variables of each process, by rank.
+    They start with this object; `ready` waits for their first step. A starter forks
+    processes that have imported the backend. `environments` are more variables of each
+    process, by rank.
     """
 
     def __init__(
@@ -155,9 +149,7 @@ class ProgramProcesses(contextlib.AbstractContextManager["ProgramProcesses"]):
 def starter_for(backend: str, workers: int) -> Iterator[WarmStarter]:
     """Context manager of a starter whose processes have imported a backend.
 
-    Args:
-        backend: The Keras backend.
-        workers: How many processes a side has; they must not fight for the cores.
+    Several workers of a side must not fight for the cores.
     """
     before = dict(os.environ)
     os.environ["KERAS_BACKEND"] = backend

@@ -107,12 +107,9 @@ def _time(turn: Turn, few: int, many: int) -> Times:
 def seconds_per_call(
     call: Callable[[int], object], few: int, many: int, rounds: int = 7
 ) -> float:
-    """Return the seconds of one of the calls, without what does not grow with them.
+    """Return the seconds of one of so many calls, without what does not grow with them.
 
-    Args:
-        call: Makes so many calls.
-        few, many: The numbers of calls whose times are subtracted.
-        rounds: How often both are timed.
+    The times of `few` and `many` calls are subtracted.
     """
     call(few), call(many)
     times = [_time(turn_of(call), few, many) for _ in range(rounds)]

@@ -8,15 +8,9 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.values import ValueContext
+from tests.core.apis import results
 
 BACKEND = keras.backend.backend()
-
-
-def results(strategy, value):
-    return [
-        keras.ops.convert_to_numpy(v).tolist()
-        for v in strategy.experimental_local_results(value)
-    ]
 
 
 def test_run_options_match_native_tuple():

@@ -26,13 +26,7 @@ REHEARSAL_FACTOR = 4
 
 
 class Run:
-    """A run, and its result so far.
-
-    Args:
-        rehearsal: Whether CPU devices stand for GPUs.
-        until: When it ends, by `time.monotonic`.
-        file: Where the result is written after each section.
-    """
+    """A run until a monotonic time, whose result so far is kept in a file."""
 
     def __init__(self, rehearsal: bool, until: float, file: str | None) -> None:
         self._until, self._file = until, file
@@ -118,14 +112,13 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", metavar="FILE", help="where the result is written")
-    parser.add_argument("--table", metavar="FILE", help="the same as Markdown")
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
-    parser.add_argument("--only", default="", help="what a section's title must hold")
-    parser.add_argument("--minutes", type=float, default=9.8, help="for all of it")
-    parser.add_argument(
-        "--rehearse", action="store_true", help="small, with CPU devices for GPUs"
-    )
+    add = parser.add_argument
+    add("--json", metavar="FILE", help="where the result is written")
+    add("--table", metavar="FILE", help="the same as Markdown")
+    add("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    add("--only", default="", help="what a section's title must hold")
+    add("--minutes", type=float, default=9.8, help="for all of it")
+    add("--rehearse", action="store_true", help="small, with CPU devices for GPUs")
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     run = Run(options.rehearse, until, options.json)

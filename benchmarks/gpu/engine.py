@@ -64,13 +64,9 @@ def set_exact() -> None:
 
 
 def divide(megabytes: int = 8192) -> list[str]:
-    """Split the first GPU, or CPU, into two logical devices on torch and TensorFlow.
+    """Split the first GPU, or CPU, into two logical devices, and return their names.
 
-    Args:
-        megabytes: Of each of TensorFlow's logical GPUs; torch's share the memory.
-
-    Returns:
-        Their names.
+    Each of TensorFlow's logical GPUs has so many megabytes; torch's share the memory.
     """
     if BACKEND == "torch":
         return _divide_torch()

@@ -31,25 +31,15 @@ SECONDS, ROUNDS = (0.02, 2) if REHEARSAL else (0.3, 7)
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Part of a run.
-
-    Attributes:
-        title: Its name in the report.
-        rows: Yields its rows, given the seconds that it may take.
-        seconds: Its time limit.
-        backends: Where it is run.
-        gpus: How many GPUs it needs.
-        timed: Whether nothing else may run meanwhile.
-        divided: Whether its own process has two CPU devices in a rehearsal.
-    """
+    """Part of a run."""
 
     title: str
-    rows: Callable[[float], Iterator[Row]]
-    seconds: int
+    rows: Callable[[float], Iterator[Row]]  # given its time limit
+    seconds: int  # its time limit
     backends: tuple[str, ...] = BACKENDS
-    gpus: int = 1
-    timed: bool = True
-    divided: bool = False
+    gpus: int = 1  # that it needs
+    timed: bool = True  # nothing else may run meanwhile
+    divided: bool = False  # two CPU devices in a rehearsal
 
 
 def about(_: float) -> Iterator[Row]:

@@ -39,12 +39,8 @@ def main() -> None:
         for link in options.links:
             times: dict[str, float] = {}
             for name in ("peer", *CALLBACKS):
-                with (
-                    simulated_machines(MACHINES, **LINKS[link]) as machines,
-                    WorkerRunner(
-                        MACHINES, timeout_seconds=300, starter=starter
-                    ) as runner,
-                ):
+                runner = WorkerRunner(MACHINES, timeout_seconds=300, starter=starter)
+                with simulated_machines(MACHINES, **LINKS[link]) as machines, runner:
                     times[name] = 1e3 * max(runner.run(time_step, name, machines))
                 ratio = times[name] / times["peer"]
                 line = f"{backend}, {link}, {name}: {times[name]:.1f} ms, {ratio:.2f}"

@@ -18,14 +18,9 @@ Train = Callable[[int], None]
 
 
 class Fit:
-    """`model.fit` of one epoch of so many steps.
+    """`model.fit` of one epoch of so many steps, in a context that `scope` makes.
 
-    Args:
-        model: A compiled model.
-        case: Its data.
-        rank, ranks: Which rows are this process's, if it passes them itself.
-        scope: Makes the context of `fit`.
-        arguments: More arguments of `fit`.
+    One of several ranks passes its own rows alone.
     """
 
     def __init__(

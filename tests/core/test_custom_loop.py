@@ -8,6 +8,7 @@ import pytest
 
 import keras_strategy as ks
 from keras_strategy.training.row_weights import split_rows
+from tests.core.apis import results
 
 X = np.random.RandomState(0).randn(13, 3).astype("float32")
 Y = np.random.RandomState(1).randn(13, 1).astype("float32")
@@ -22,13 +23,6 @@ def split(strategy, array):
             array[slice(*parts[c.replica_id_in_sync_group])]
         )
     )
-
-
-def numbers(strategy, value):
-    return [
-        keras.ops.convert_to_numpy(v).tolist()
-        for v in strategy.experimental_local_results(value)
-    ]
 
 
 class Loop:
@@ -133,9 +127,9 @@ def test_uneven_rows_are_weighted(mirrored):
         )
 
     own, total, everything = strategy.run(step, (split(strategy, rows),))
-    assert numbers(strategy, own) == [1.0, 5.0, 0.0]
-    assert numbers(strategy, total) == [6.0] * 3
-    assert numbers(strategy, everything) == [[0.0, 1.0, 2.0, 3.0]] * 3
+    assert results(strategy, own) == [1.0, 5.0, 0.0]
+    assert results(strategy, total) == [6.0] * 3
+    assert results(strategy, everything) == [[0.0, 1.0, 2.0, 3.0]] * 3
 
 
 def test_gradients_of_uneven_collectives(mirrored):
@@ -159,9 +153,9 @@ def test_gradients_of_uneven_collectives(mirrored):
     by_sum, by_rows = strategy.run(step, (split(strategy, rows),))
     total = 3.0 * rows.sum()
     sums = [2 * total * part.sum() * 3 for part in np.split(rows, [2, 4])]
-    np.testing.assert_allclose(numbers(strategy, by_sum), sums, rtol=1e-6)
+    np.testing.assert_allclose(results(strategy, by_sum), sums, rtol=1e-6)
     squares = [2 * 3.0 * (part**2).sum() * 3 for part in np.split(rows, [2, 4])]
-    np.testing.assert_allclose(numbers(strategy, by_rows), squares, rtol=1e-6)
+    np.testing.assert_allclose(results(strategy, by_rows), squares, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +182,7 @@ def test_uneven_replicas_assign_variables(
         )
     rows = np.arange(1, 5, dtype="float32")
     strategy.run(lambda x: v.assign(keras.ops.sum(x)), (split(strategy, rows),))
-    np.testing.assert_allclose(numbers(strategy, v), components, rtol=1e-6)
+    np.testing.assert_allclose(results(strategy, v), components, rtol=1e-6)
     if expected is not None:
         np.testing.assert_allclose(keras.ops.convert_to_numpy(v), expected, rtol=1e-6)
 
@@ -209,7 +203,7 @@ def test_error_in_uneven_replica_changes_nothing(mirrored):
 
     with pytest.raises(ArithmeticError, match="no rows"):
         strategy.run(step, (parts,))
-    assert numbers(strategy, v) == [1.0] * 3
+    assert results(strategy, v) == [1.0] * 3
     assert strategy.run(lambda x: int(x.shape[0]), (parts,)).values == (2, 2, 0)
 
 
@@ -225,7 +219,7 @@ def test_merge_call_with_uneven_replicas(mirrored):
 
     rows = np.arange(4, dtype="float32")
     means = strategy.run(step, (split(strategy, rows),))
-    assert numbers(strategy, means) == [1.5] * 3
+    assert results(strategy, means) == [1.5] * 3
 
 
 def test_dropout_with_uneven_replicas(mirrored):
@@ -237,7 +231,7 @@ def test_dropout_with_uneven_replicas(mirrored):
             layer = keras.layers.Dropout(0.5, seed=4)
         out = strategy.run(lambda x: layer(x, training=True), (split(strategy, rows),))
         states = strategy.experimental_local_results(layer.seed_generator.state)
-        return numbers(strategy, out), [keras.ops.convert_to_numpy(s) for s in states]
+        return results(strategy, out), [keras.ops.convert_to_numpy(s) for s in states]
 
     (first, states), (again, _) = drawn(), drawn()
     assert first == again

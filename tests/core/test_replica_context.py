@@ -8,25 +8,11 @@ import pytest
 
 import keras_strategy as ks
 from conformance.compare import assert_equal, train
+from tests.core.apis import per_replica, results
 
 X = np.random.RandomState(0).randn(21, 3).astype("float32")
 Y = np.random.RandomState(1).randn(21, 1).astype("float32")
 context = ks.get_replica_context
-
-
-def per_replica(strategy, *values):
-    return strategy.experimental_distribute_values_from_function(
-        lambda c: keras.ops.convert_to_tensor(
-            np.asarray(values[c.replica_id_in_sync_group], "float32")
-        )
-    )
-
-
-def results(strategy, value):
-    return [
-        keras.ops.convert_to_numpy(v).tolist()
-        for v in strategy.experimental_local_results(value)
-    ]
 
 
 def test_replica_context_properties(two):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
+from tests.core.apis import number, results
 
 
 def per_replica(strategy, *values):
@@ -21,19 +22,8 @@ def per_replica(strategy, *values):
     )
 
 
-def results(strategy, value):
-    return [
-        keras.ops.convert_to_numpy(v).tolist()
-        for v in strategy.experimental_local_results(value)
-    ]
-
-
 def floats(*values):
     return [np.asarray(v, "float32") for v in values]
-
-
-def number(value):
-    return keras.ops.convert_to_numpy(value).tolist()
 
 
 def test_run_returns_per_replica_values(two):

@@ -182,13 +182,14 @@ def test_update_passes_component_of_its_device(api):
     assert results(s, own) == [[12.0], [14.0]]
 
 
+def swap(c, x):
+    before = c + 0.0
+    c.assign(x + 0.0)
+    x.assign(before)
+
+
 def test_update_unwraps_arguments(api):
     s, v, w = api.strategy, api.variable([1.0]), api.variable([10.0])
-
-    def swap(c, x):
-        before = c + 0.0
-        c.assign(x + 0.0)
-        x.assign(before)
 
     s.extended.update(v, swap, args=(w,))
     assert results(s, v) == [[10.0], [10.0]] and results(s, w) == [[1.0], [1.0]]
@@ -199,11 +200,6 @@ def test_update_in_merge_call(compiled, two):
     api = Ours()
     s, v, w = api.strategy, api.variable([1.0]), api.variable([10.0])
     own, other = on_read(api), on_read(api)
-
-    def swap(c, x):
-        before = c + 0.0
-        c.assign(x + 0.0)
-        x.assign(before)
 
     def merge(strategy, w):
         strategy.extended.update(v, swap, args=(w,))
