@@ -181,16 +181,27 @@ def rows_of_tensor(value: Any) -> Any:
     return tf.shape(value)[0]
 
 
-def common_rows(leaves: Sequence[Any]) -> Any:
-    """Return the rows of a batch as a tensor, after a check that all arrays agree."""
+def minimum(x: Any, y: Any) -> Any:
+    """Return the lesser of two numbers or scalar tensors."""
+    return min(x, y) if isinstance(x, int) and isinstance(y, int) else tf.minimum(x, y)
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """Return the greater of two numbers or scalar tensors."""
+    return max(x, y) if isinstance(x, int) and isinstance(y, int) else tf.maximum(x, y)
+
+
+def common_rows(arrays: Sequence[Any]) -> Any:
+    """Return the rows of a batch, after a check that all arrays agree."""
+    # The number is a tensor where a trace does not know it.
+    leaves = [array for array in arrays if array is not None]
     if all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves):
         try:
-            count_rows(leaves)
+            return count_rows(leaves)
         except ValueError as error:
             # AutoGraph would put its own traceback before the message.
             setattr(error, "ag_pass_through", True)  # noqa: B010
             raise
-        return rows_of_tensor(leaves[0])
     rows = tf.stack([rows_of_tensor(leaf) for leaf in leaves])
     is_equal = tf.reduce_all(rows == rows[0])
     message = (

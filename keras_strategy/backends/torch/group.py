@@ -90,6 +90,7 @@ class TorchGroup(ComponentGroup):
         # The device of new variables, and of the results of cross-replica calls.
         self._device = home or self.torch_devices[0]
         self.layout = state.Layout(self.torch_devices, workers, self.topology, home)
+        self.sum_logs = self.layout.sum_logs
         self._threads = ReplicaThreads(devices)
         self._attributes = GroupAttributes(self.strategy, len(devices), torch.is_tensor)
         self._lock = threading.Lock()

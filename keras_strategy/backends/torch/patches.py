@@ -306,7 +306,7 @@ def _get_metrics_result(original, strategy, self):
         return components.local_summands(variable)
 
     with torch.no_grad():
-        return merge_worker_metrics(self, local_summands, group.layout.sum_logs)
+        return merge_worker_metrics(self, local_summands, group.sum_logs)
 
 
 # The backend-independent method, which torch's trainer overrides since Keras 3.16.
