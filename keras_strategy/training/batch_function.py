@@ -14,7 +14,7 @@ from keras import ops, tree
 
 from keras_strategy.core.protocols import Strategy
 from keras_strategy.core.step_state import LocalRows, RowRange
-from keras_strategy.training.row_weights import local_bounds
+from keras_strategy.training.row_weights import limits_for, local_bounds
 from keras_strategy.training.train_step import (
     average_logs,
     count_array_rows,
@@ -35,7 +35,7 @@ class LocalBatch:
 
     data: Any
     weight: Any
-    rows: RowRange | None  # None if unknown
+    rows: Any  # its `RowRange`; None if unknown
 
 
 class BatchFunction:
@@ -43,9 +43,6 @@ class BatchFunction:
 
     # `layers` returns the model's layers. Only `run_batches` needs a policy: the
     # `RowPolicy` that audits the step.
-
-    _minimum: Callable[[Any, Any], Any] = staticmethod(min)
-    _maximum: Callable[[Any, Any], Any] = staticmethod(max)
 
     def __init__(
         self,
@@ -60,9 +57,9 @@ class BatchFunction:
         self._group: Any = strategy.extended.group
         self.policy = policy
         self._returns_metrics = returns_only_metrics(model, kind)
-        rows_to_predict = self._rows_of if kind == "predict" else None
+        count_rows = self._count_rows if kind == "predict" else None
         self._weighted_step = make_weighted_step(
-            step, self._returns_metrics, layers, self._require, rows_to_predict
+            step, self._returns_metrics, layers, self._require, count_rows
         )
         self._step: Any = self._call_step
 
@@ -77,7 +74,7 @@ class BatchFunction:
         if not self.policy.is_done and self.policy.is_due():
             self.policy.audit(self._to_host(batch))
         runs_whole = self.policy.runs_whole
-        return self._run_whole(batch) if runs_whole else self._run_split(batch)
+        return self._run_whole(batch) if runs_whole else self.run_batch(batch)
 
     def _to_host(self, batch: Any) -> Any:
         """Return a batch for the audit."""
@@ -86,9 +83,6 @@ class BatchFunction:
     def _run_whole(self, batch: Any) -> Any:
         """Run the step on all rows of a batch at once."""
         raise NotImplementedError
-
-    def _run_split(self, batch: Any) -> Any:
-        return self.run_batch(batch)
 
     def run_batch(self, batch: Any) -> Any:
         """Run the step on a global batch; return merged logs, or predictions."""
@@ -120,17 +114,18 @@ class BatchFunction:
             first = bounds[0][0]
         else:
             topology, total, first = self._strategy.extended.topology, rows, 0
-            bounds = local_bounds(topology, total, self._minimum)
+            bounds = local_bounds(topology, total)
+        minimum, maximum = limits_for(total)
 
         def make_local_batch(replica, begin, end):
             weight = (end - begin) / total
-            begin = self._minimum(begin, first + rows - 1)
-            end = self._maximum(end, begin + 1)
+            begin = minimum(begin, first + rows - 1)
+            end = maximum(end, begin + 1)
             part = replica, begin - first, end - first
             return LocalBatch(
                 map_leaves(functools.partial(self._slice, *part), data),
                 weight,
-                RowRange(self._minimum(begin, total - 1), end - begin, total),
+                RowRange(minimum(begin, total - 1), end - begin, total),
             )
 
         local = [make_local_batch(i, *b) for i, b in enumerate(bounds)]
@@ -138,9 +133,6 @@ class BatchFunction:
 
     def _count_rows(self, arrays: Sequence[Any]) -> Any:
         return count_array_rows(arrays)
-
-    def _rows_of(self, tensor: Any) -> Any:
-        return tensor.shape[0]
 
     def _slice(self, replica: int, begin: Any, end: Any, array: Any) -> Any:
         """Return rows of an array for one of the local replicas; None for None."""

@@ -82,8 +82,9 @@ class VirtualFunction(BatchFunction):
         return put(array, self._distribution.everywhere).addressable_data(0)
 
     def _to_host(self, batch: Any) -> Any:
-        local = tree.map_structure(self._on_one_device, batch)
-        return tree.map_structure(lambda x: x if x is None else np.asarray(x), local)
+        return tree.map_structure(
+            lambda x: None if x is None else np.asarray(self._on_one_device(x)), batch
+        )
 
     def _run_whole(self, batch: Any) -> Any:
         # On one device of each worker.
@@ -198,7 +199,7 @@ class VirtualFunction(BatchFunction):
 jax.tree_util.register_pytree_node(
     LocalBatch,
     lambda local: ([local.data], local.rows.total),
-    lambda total, data: LocalBatch(*data, None, RowRange(None, None, total)),
+    lambda total, data: LocalBatch(data[0], None, RowRange(None, None, total)),
 )
 
 

@@ -432,8 +432,8 @@ class TensorFlowGroup(ComponentGroup):
             counts = [reduction.num_entries(shape, axes) for shape in shapes]
             return tensors.divide(total, sum_over_workers(sum(counts)))
 
-    def sum_logs(self, summands: Sequence[Sequence[Any]]) -> list[Any]:
-        sums = list(map(tensors.sum_values, summands))
+    def sum_logs(self, logs: Sequence[Sequence[Any]]) -> list[Any]:
+        sums = list(map(tensors.sum_values, logs))
         if self.workers is None:
             return sums
         return self.workers.sum_all("logs", sums, verify=Verify.NEVER)

@@ -181,16 +181,6 @@ def rows_of_tensor(value: Any) -> Any:
     return tf.shape(value)[0]
 
 
-def minimum(x: Any, y: Any) -> Any:
-    """Return the lesser of two numbers or scalar tensors."""
-    return min(x, y) if isinstance(x, int) and isinstance(y, int) else tf.minimum(x, y)
-
-
-def maximum(x: Any, y: Any) -> Any:
-    """Return the greater of two numbers or scalar tensors."""
-    return max(x, y) if isinstance(x, int) and isinstance(y, int) else tf.maximum(x, y)
-
-
 def common_rows(arrays: Sequence[Any]) -> Any:
     """Return the rows of a batch, after a check that all arrays agree."""
     # The number is a tensor where a trace does not know it.

@@ -29,8 +29,6 @@ from keras_strategy.backends.tensorflow.compile_cache import require
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 from keras_strategy.backends.tensorflow.tensors import (
     common_rows,
-    maximum,
-    minimum,
     rows_of_tensor,
     slice_rows,
 )
@@ -80,12 +78,8 @@ class TrainingStrategy:
 class TensorFlowBatchFunction(BatchFunction):
     """The part of a program of Keras's loop that runs a step on the replicas."""
 
-    # Numbers are tensors where a trace does not know them.
-    _minimum = staticmethod(minimum)
-    _maximum = staticmethod(maximum)
-    _count_rows = staticmethod(common_rows)
-    _rows_of = staticmethod(rows_of_tensor)
-    _require = staticmethod(require)
+    _count_rows: Any = staticmethod(common_rows)
+    _require: Any = staticmethod(require)
 
     def _split(self, batch: Any) -> tuple[Any, list[Any]]:
         leaves = [leaf for leaf in tree.flatten(arrays_of(batch)) if leaf is not None]
@@ -121,12 +115,9 @@ class TensorFlowBatchFunction(BatchFunction):
         return self._group.call(self._step, (local_batches,), {})
 
     def _merge_logs(self, logs: Any, weights: list[Any]) -> Any:
-        group = self._group
-        if group.workers is None or not self._returns_metrics:
+        if self._group.workers is None or not self._returns_metrics:
             return super()._merge_logs(logs, weights)
-        return train_step.merge_worker_metrics(
-            self._model, group.local_summands, group.sum_logs
-        )
+        return train_step.merge_worker_metrics(self._model, self._group)
 
     def _join_rows(
         self, value: DistributedValues, weights: list[Any], is_global: bool

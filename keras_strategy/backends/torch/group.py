@@ -191,6 +191,10 @@ class TorchGroup(ComponentGroup):
         if unit is not None:
             unit.prepare_slot(weight, sharding)
 
+    def local_summands(self, variable: Any) -> list[torch.Tensor]:
+        components = state.get_or_create_components(variable, self.layout)
+        return components.local_summands(variable)
+
     def share(self, variable: Any, shares: FlatShards) -> None:
         """Leave each replica its shard of an initialized variable."""
         state.ShardedComponents(variable, self.layout, shares)

@@ -71,14 +71,12 @@ class TorchBatchFunction(BatchFunction):
             build_compiled_metrics(self._model, arrays_of(batches[0]))
         return self.run_batches(batches)
 
-    def _run_split(self, batch: Any) -> Any:
-        with self._compiled:
-            return self.run_batch(batch)
-
     def run_batch(self, batch: Any) -> Any:
-        if self._kind == "train":
-            return super().run_batch(batch)
-        with torch.no_grad():
+        is_training = self._kind == "train"
+        with (
+            self._compiled,
+            contextlib.nullcontext() if is_training else torch.no_grad(),
+        ):
             if self._kind == "predict":
                 build_for_step(self._model, "predict", batch)
             return super().run_batch(batch)
@@ -191,6 +189,7 @@ class StepAccess(AuditAdapter):
         self, model: keras.Model, kind: str, strategy: Any
     ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         function = TorchBatchFunction(model, kind, strategy)
+        function._compiled = contextlib.nullcontext()
         step, group = getattr(model, f"{kind}_step"), strategy.extended.group
 
         def step_on_device(batch):
