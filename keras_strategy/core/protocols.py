@@ -174,6 +174,12 @@ class ReplicaGroup(Protocol):
     def reduce(self, reduce_op: ReduceOp, value: DistributedValues, axis: Any) -> Any:
         """Combine tensors over the replicas, and over `axis` unless it is None."""
 
+    def local_summands(self, variable: Any) -> Sequence[Any]:
+        """Return each local replica's summand of a sync-on-read variable."""
+
+    def sum_logs(self, logs: Sequence[Sequence[Any]]) -> Sequence[Any]:
+        """Sum several values over all replicas, given those of each local one."""
+
     def gather(self, values: Sequence[Any], axis: int) -> Any:
         """Concatenate tensors of different devices on the first device."""
 

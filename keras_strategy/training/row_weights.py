@@ -35,14 +35,17 @@ from keras_strategy.values import ReduceOp
 LocalBoundsFn = Callable[[int], Bounds]
 
 
-def split_rows(
-    rows: Any, replicas: int, minimum: Callable[[Any, Any], Any] = min
-) -> list[tuple[Any, Any]]:
+def limits_for(rows: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the minimum and the maximum of two numbers of rows, as functions."""
+    # Numbers are tensors where a trace does not know them.
+    return (min, max) if isinstance(rows, int) else (ops.minimum, ops.maximum)
+
+
+def split_rows(rows: Any, replicas: int) -> list[tuple[Any, Any]]:
     """Return (begin, end) of each replica's rows of a global batch."""
     # As in tf.distribute, every replica gets a block of ceil(rows / replicas) rows; the
-    # last ones may get fewer, or none. A trace that does not know `rows` passes its own
-    # `minimum` of two numbers.
-    block = -(-rows // replicas)
+    # last ones may get fewer, or none.
+    block, (minimum, _) = -(-rows // replicas), limits_for(rows)
     ends = [minimum(replica * block, rows) for replica in range(replicas + 1)]
     return list(itertools.pairwise(ends))
 
@@ -53,11 +56,9 @@ def rows_to_read(bounds: Bounds) -> tuple[int, int]:
     return (first, end) if end > first else (0, 1)
 
 
-def local_bounds(
-    topology: ReplicaTopology, rows: Any, minimum: Callable[[Any, Any], Any] = min
-) -> Bounds:
+def local_bounds(topology: ReplicaTopology, rows: Any) -> Bounds:
     """Return this worker's bounds in a global batch, see `split_rows`."""
-    bounds = split_rows(rows, topology.num_replicas, minimum)
+    bounds = split_rows(rows, topology.num_replicas)
     local = topology.local_replicas
     return bounds[local.start : local.stop]
 

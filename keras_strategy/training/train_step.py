@@ -15,7 +15,7 @@ import keras
 from keras import ops, tree
 
 from keras_strategy.core.context import DryRun, distributed_replica, with_all_rows
-from keras_strategy.core.protocols import Strategy
+from keras_strategy.core.protocols import ReplicaGroup, Strategy
 from keras_strategy.core.registry import SUPPORTED, get_engine
 from keras_strategy.core.step_state import (
     BatchRows,
@@ -183,11 +183,11 @@ def make_weighted_step(
     logs_are_metrics: bool,
     layers: Callable[[], Sequence[Any]],
     require: Callable[[Any, str], None],
-    rows_to_predict: Callable[[Any], Any] | None = None,
+    count_rows: Callable[[Sequence[Any]], Any] | None = None,
 ) -> Callable[[Any, Any, RowRange | None], Any]:
     """Return a model's step as `fn(data, weight, rows)` for a replica."""
-    # `require` is that of `sync_state`. For `predict`, `rows_to_predict` returns the
-    # number of rows of a tensor.
+    # `require` is that of `sync_state`. With `count_rows`, of tensors, the outputs must
+    # have the rows of the data, as in `predict`.
     draws = BatchDimCache()
 
     def dry_run(data, num_rows):
@@ -208,8 +208,8 @@ def make_weighted_step(
         try:
             outputs = step(data)
             sync_state(replica, layers, require)
-            if rows_to_predict is not None:
-                _check_output_rows(outputs, data, rows_to_predict, require)
+            if count_rows is not None:
+                _check_output_rows(outputs, data, count_rows, require)
             return outputs
         except Exception as error:
             add_shape_hint(error, data)
@@ -260,11 +260,11 @@ def run_whole(
 def _check_output_rows(
     outputs: Any,
     data: Any,
-    rows: Callable[[Any], Any],
+    count_rows: Callable[[Sequence[Any]], Any],
     require: Callable[[Any, str], None],
 ) -> None:
     """Check that each output of `predict_step` has the local batch's rows."""
-    expected = rows(next(leaf for leaf in tree.flatten(data) if leaf is not None))
+    expected = count_rows(tree.flatten(data))
     for path, output in tree.flatten_with_path(outputs):
         if output is None:
             continue
@@ -279,7 +279,7 @@ def _check_output_rows(
         )
         if shape == ():
             raise ValueError(message)
-        require(rows(output) == expected, message)
+        require(count_rows([output]) == expected, message)
 
 
 def returns_only_metrics(model: keras.Model, kind: str) -> bool:
@@ -353,17 +353,13 @@ def average_logs(
     return tree.pack_sequence_as(local[0], sum_all(list(zip(*summands, strict=True))))
 
 
-def merge_worker_metrics(
-    model: keras.Model,
-    local_summands: Callable[[Any], Sequence[Any]],
-    sum_all: Callable[[Sequence[Sequence[Any]]], Sequence[Any]],
-) -> dict[str, Any]:
+def merge_worker_metrics(model: keras.Model, group: ReplicaGroup) -> dict[str, Any]:
     """Return `get_metrics_result` over all workers, with one reduction."""
     states = [
         variable
         for variable in model.metrics_variables
         if is_sync_on_read(variable) and variable.aggregation != "none"
     ]
-    sums = sum_all([local_summands(variable) for variable in states])
+    sums = group.sum_logs([group.local_summands(variable) for variable in states])
     with keras.StatelessScope(state_mapping=list(zip(states, sums, strict=True))):
         return model.get_metrics_result()

@@ -8,11 +8,9 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.core import Tracer
@@ -41,13 +39,13 @@ from keras_strategy.core.step_state import RowRange
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.layers import all_layers
 from keras_strategy.options import RunOptions
-from keras_strategy.training import train_step as rules
+from keras_strategy.training.batch_function import BatchFunction, LocalBatch
 from keras_strategy.training.ownership import strategy_of_model
-from keras_strategy.training.row_weights import local_bounds, rows_to_read
+from keras_strategy.training.train_step import average_logs, count_rows
 from keras_strategy.values import PerReplica, ReduceOp
 
 
-class VirtualFunction:
+class VirtualFunction(BatchFunction):
     """A train, test or predict function, called by Keras with a state and batches."""
 
     # The variables keep their values during the loop, so the state is empty.
@@ -55,31 +53,21 @@ class VirtualFunction:
     def __init__(
         self, model: keras.Model, kind: str, distribution: ReplicaDistribution
     ):
-        self._model, self._kind, self._distribution = model, kind, distribution
-        self._strategy: Any = strategy_of_model(model)
-        self.policy = RowPolicy(model, kind, self._strategy)
+        strategy: Any = strategy_of_model(model)
+        layers = functools.partial(all_layers, model)
+        policy = RowPolicy(model, kind, strategy)
+        super().__init__(model, kind, strategy, self._call_keras, layers, policy)
+        self._distribution = distribution
         self._whole_step: Any = None
-        self._returns_metrics = rules.returns_only_metrics(model, kind)
-        self._weighted_step = rules.make_weighted_step(
-            self._call_keras,
-            self._returns_metrics,
-            lambda: all_layers(model),
-            self._require,
-            (lambda tensor: tensor.shape[0]) if kind == "predict" else None,
-        )
         # Conditions that a trace cannot decide, by the messages of their errors.
         self._conditions: dict[str, Any] = {}
         compiles = model.jit_compile and not model.run_eagerly
         self._options = RunOptions(compile=None if compiles else False)
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
-        outputs = [self._audit_and_run(x) for x in self._next_batches(iterator)]
-        if not outputs:
-            raise StopIteration
-        if self._kind == "predict" and len(outputs) > 1:
-            join = lambda *parts: jnp.concatenate(parts)  # noqa: E731
-            return tree.map_structure(join, *outputs), state
-        return outputs[-1], state
+        batches = self._next_batches(iterator)
+        first = next(batches)  # raises StopIteration at the end
+        return self.run_batches(itertools.chain([first], batches)), state
 
     def _next_batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch in itertools.islice(iterator, self._model.steps_per_execution):
@@ -88,138 +76,95 @@ class VirtualFunction:
                 return
             yield batch
 
-    def _audit_and_run(self, batch: Any) -> Any:
-        if not self.policy.is_done and self.policy.is_due():
-            self.policy.audit(tree.map_structure(self._to_host, batch))
-        return self._run_whole(batch) if self.policy.runs_whole else self._run(batch)
+    def _on_one_device(self, array: Any) -> Any:
+        if array is None:
+            return None
+        return put(array, self._distribution.everywhere).addressable_data(0)
+
+    def _to_host(self, batch: Any) -> Any:
+        return tree.map_structure(
+            lambda x: None if x is None else np.asarray(self._on_one_device(x)), batch
+        )
 
     def _run_whole(self, batch: Any) -> Any:
-        """Run the step on all rows of a batch, on one device of each worker."""
-
-        def on_one_device(array):
-            if array is None:
-                return None
-            return put(array, self._distribution.everywhere).addressable_data(0)
-
+        # On one device of each worker.
         if self._whole_step is None:
             self._whole_step = getattr(self._model, f"{self._kind}_step")
             if self._options.compile is None:
                 self._whole_step = jax.jit(self._whole_step)
-        groups = self._variables()
-        values = [[on_one_device(v.value) for v in variables] for variables in groups]
-        data = tree.map_structure(on_one_device, batch)
+        variables = state_variables(self._model, self._kind)
+        values = [[self._on_one_device(v.value) for v in group] for group in variables]
+        data = tree.map_structure(self._on_one_device, batch)
         with device_step_scope(self._strategy):
             outputs, new_values = self._whole_step(tuple(values), data)
             if self._kind == "predict":
-                groups, new_values = groups[1:], [new_values]
-            for variables, arrays in zip(groups, new_values, strict=True):
-                for variable, array in zip(variables, arrays, strict=True):
-                    variable.assign(array)
+                variables, new_values = variables[1:2], [new_values]
+            _assign_all(variables, new_values)
         return outputs
 
-    def _variables(self) -> list[Sequence[Any]]:
-        """Return the variables of the step's state."""
-        model = self._model
-        groups = [model.trainable_variables, model.non_trainable_variables]
-        if self._kind == "train":
-            groups.append(model.optimizer.variables)
-        if self._kind != "predict":
-            groups.append(model.metrics_variables)
-        return groups
+    def _split(self, batch: Any) -> tuple[Any, list[Any]]:
+        distribution, rows = self._distribution, count_rows(batch)
+        replicas = distribution.replicas
+        if rows % replicas == 0:  # no slices are needed
 
-    def _run(self, batch: Any) -> Any:
-        """Run the step on a global batch; return merged logs, or predictions."""
-        rows = rules.count_rows(batch)
-        if rows % self._distribution.replicas == 0:
-            local = self._join(batch)
-        else:
-            local = self._split(batch, rows)
+            def join(array):
+                if array is None:
+                    return None
+                return ShardedPerReplica(array, False, distribution)
+
+            weights = [1 / replicas] * len(distribution.devices)
+            return tree.map_structure(join, batch), weights
+        local, weights = super()._split(batch)
+        # That of the first replica of all workers.
+        rows_of_first = functools.partial(self._slice, 0, 0, -(-rows // replicas))
+        data = tree.map_structure(rows_of_first, batch)
+        first = LocalBatch(data, None, RowRange(None, None, rows))
+        return LocalBatches(local.values, first, rows), weights
+
+    def _slice(self, replica: int, begin: int, end: int, array: Any) -> Any:
+        # Each device has all rows of a batch that the replicas do not divide.
+        if array is None:
+            return None
+        return self._distribution.local_shards(array)[replica][begin:end]
+
+    def _run_replicas(self, local_batches: Any) -> Any:
         outputs, conditions = self._strategy.run(
-            self._step, args=(local,), options=self._options
+            self._step, args=(local_batches,), options=self._options
         )
         for message, condition in conditions.items():
             if not all(map(np.all, condition.values)):
                 raise ValueError(message)
-        if self._kind == "predict":
-            return self._join_predictions(outputs, rows)
-        if self._returns_metrics:
-            with on_one_device(self._model.metrics_variables):
-                return self._model.get_metrics_result()
-        return tree.map_structure(self._first, outputs)
+        return outputs
 
-    def _to_host(self, array: Any) -> np.ndarray | None:
-        if array is None:
-            return None
-        return np.asarray(put(array, self._distribution.everywhere).addressable_data(0))
-
-    def _join(self, batch: Any) -> Any:
-        """Return a batch that the replicas divide as distributed values."""
-
-        def join(array):
-            if array is None:
-                return None
-            return ShardedPerReplica(array, False, self._distribution)
-
-        return tree.map_structure(join, batch)
-
-    def _split(self, batch: Any, rows: int) -> LocalBatches:
-        """Split a batch, of which each device has all rows, over the local replicas."""
-        # A replica without rows gets the first row and the weight 0, since some metrics
-        # do not accept a batch of 0 rows.
-        distribution = self._distribution
-        nothing = [None] * len(distribution.devices)
-        leaves = [
-            nothing if leaf is None else distribution.local_shards(leaf)
-            for leaf in tree.flatten(batch)
-        ]
-
-        def local_batch(arrays: Sequence[Any], begin: int, end: int) -> _LocalBatch:
-            part = slice(*rows_to_read([(begin, end)]))
-            data = [None if array is None else array[part] for array in arrays]
-            return _LocalBatch(tree.pack_sequence_as(batch, data), rows)
-
-        bounds = local_bounds(distribution.topology, rows)
-        by_replica = list(zip(*leaves, strict=True))
-        batches = [
-            local_batch(arrays, begin, end)
-            for arrays, (begin, end) in zip(by_replica, bounds, strict=True)
-        ]
-        first = local_batch(by_replica[0], 0, -(-rows // distribution.replicas))
-        return LocalBatches(batches, first, rows)
-
-    def _step(self, local: Any) -> tuple[Any, dict[str, Any]]:
+    def _call_step(self, local: Any) -> tuple[Any, dict[str, Any]]:
         """Run the step on a replica; return its outputs, and conditions to check."""
         replica: Any = distributed_replica()
-        replicas, data = self._distribution.replicas, local
-        if isinstance(local, _LocalBatch):
-            data, total = local.data, local.global_rows
-            count = rules.count_rows(data)
-            first, weight = replica.id * -(-total // replicas), count / total
-            # A replica without rows has the number of the last one.
-            if isinstance(first, int):
-                weight = weight if first < total else 0.0
-                first = min(first, total - 1)
-            else:
-                weight = ops.where(first < total, weight, 0.0)
-                first = ops.minimum(first, total - 1)
-        else:
-            count = rules.count_rows(data)
-            first, total, weight = replica.id * count, replicas * count, 1 / replicas
+        replicas = self._distribution.replicas
+        if not isinstance(local, LocalBatch):  # each replica has as many rows
+            count = count_rows(local)
+            rows = RowRange(replica.id * count, count, replicas * count)
+            local = LocalBatch(local, 1 / replicas, rows)
+        elif local.weight is None:  # in a program, which is one for several replicas
+            count, total = count_rows(local.data), local.rows.total
+            first = replica.id * -(-total // replicas)
+            weight = ops.where(first < total, count / total, 0.0)
+            rows = RowRange(ops.minimum(first, total - 1), count, total)
+            local = LocalBatch(local.data, weight, rows)
         self._conditions = {}
-        outputs = self._weighted_step(data, weight, RowRange(first, count, total))
+        outputs = super()._call_step(local)
         if self._returns_metrics:
             outputs = None  # the replicas' metrics have the values
         elif self._kind != "predict":
-            outputs = rules.average_logs(
+            outputs = average_logs(
                 outputs,
-                [weight],
+                [local.weight],
                 lambda logs: [replica.all_reduce(ReduceOp.SUM, x) for (x,) in logs],
             )
         return outputs, self._conditions
 
     def _call_keras(self, data: Any) -> Any:
         """Call the model's step with the values of variables, and write new ones."""
-        model, groups = self._model, self._variables()
+        model, groups = self._model, state_variables(self._model, self._kind)
         values = tuple([variable.value for variable in group] for group in groups)
         outputs, new_values = getattr(model, f"{self._kind}_step")(values, data)
         if self._kind == "predict":
@@ -233,40 +178,45 @@ class VirtualFunction:
     def _require(self, condition: Any, message: str) -> None:
         if isinstance(condition, Tracer):
             self._conditions[message] = condition
-        elif not condition:
-            raise ValueError(message)
+        else:
+            super()._require(condition, message)
 
-    def _join_predictions(self, outputs: Any, rows: int) -> Any:
-        bounds = local_bounds(self._distribution.topology, rows)
-        is_even = rows % self._distribution.replicas == 0
+    def _merge_logs(self, logs: Any, weights: list[Any]) -> Any:
+        if self._returns_metrics:
+            with on_one_device(self._model.metrics_variables):
+                return self._model.get_metrics_result()
+        return tree.map_structure(  # equal on all replicas
+            lambda x: x.values[0] if isinstance(x, PerReplica) else x, logs
+        )
 
-        def join(value):
-            if not isinstance(value, PerReplica):
-                return value
-            if is_even and isinstance(value, ShardedPerReplica):
-                return value.array
-            pairs = zip(value.values, bounds, strict=True)
-            values = [part for part, (begin, end) in pairs if end > begin]
-            # A worker without rows takes part in the gather, too.
-            values = values or [value.values[0][:0]]
-            return self._strategy.extended.group.gather(values, axis=0)
-
-        return tree.map_structure(join, outputs)
-
-    def _first(self, value: Any) -> Any:
-        """Return the first replica's component of a value that is equal on all."""
-        return value.values[0] if isinstance(value, PerReplica) else value
+    def _join_rows(self, value: Any, weights: list[Any], is_global: bool) -> Any:
+        if isinstance(value, ShardedPerReplica) and min(weights) > 0:
+            return value.array
+        return super()._join_rows(value, weights, is_global)
 
 
-@dataclass(frozen=True)
-class _LocalBatch:
-    """The local batch of a replica; a leaf for Keras's trees."""
+# In a program, only the data and the number of all rows are known.
+jax.tree_util.register_pytree_node(
+    LocalBatch,
+    lambda local: ([local.data], local.rows.total),
+    lambda total, data: LocalBatch(data[0], None, RowRange(None, None, total)),
+)
 
-    data: Any
-    global_rows: int
+
+def state_variables(model: keras.Model, kind: str) -> list[Sequence[Any]]:
+    """Return the variables of the state of a model's step."""
+    groups = [model.trainable_variables, model.non_trainable_variables]
+    if kind == "train":
+        groups.append(model.optimizer.variables)
+    if kind != "predict":
+        groups.append(model.metrics_variables)
+    return groups
 
 
-jax.tree_util.register_dataclass(_LocalBatch, ["data"], ["global_rows"])
+def _assign_all(groups: Sequence[Sequence[Any]], values: Any) -> None:
+    for variables, arrays in zip(groups, values, strict=True):
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.assign(array)
 
 
 def on_one_device(variables: Sequence[Any]) -> AbstractContextManager[Any]:
@@ -388,19 +338,12 @@ class StepAccess(AuditAdapter):
             return call(*batch, return_dict=True)
 
         def step_on_device(batch):
-            groups = [model.trainable_variables, model.non_trainable_variables]
-            if kind == "train":
-                groups.append(model.optimizer.variables)
-            if kind != "predict":
-                groups.append(model.metrics_variables)
+            groups = state_variables(model, kind)
             state = tuple([v.value for v in variables] for variables in groups)
             data = tree.map_structure(keras.ops.convert_to_tensor, batch)
             outputs, new_state = getattr(model, f"{kind}_step")(state, data)
-            if kind == "predict":
-                return outputs
-            for variables, values in zip(groups, new_state, strict=False):
-                for variable, value in zip(variables, values, strict=True):
-                    variable.assign(value)
+            if kind != "predict":
+                _assign_all(groups, new_state)
             return outputs
 
         return step_on_replicas, step_on_device

@@ -84,8 +84,7 @@ def split_by_rows(dataset: Any, replicas: int, local: range) -> Any:
 
     def split(*element):
         element = element if type(spec) is tuple else element[0]
-        leaves = [leaf for leaf in tf.nest.flatten(element) if leaf is not None]
-        rows = tf.cast(common_rows(leaves), tf.int64)
+        rows = tf.cast(common_rows(tf.nest.flatten(element)), tf.int64)
         block = (rows + replicas - 1) // replicas
 
         def replica_element(replica):

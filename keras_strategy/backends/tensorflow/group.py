@@ -22,6 +22,7 @@ from tensorflow.python.distribute.values import Mirrored as NativeMirrored
 from keras_strategy.backends.tensorflow import compile_cache, tensors
 from keras_strategy.backends.tensorflow.collectives import (
     TensorFlowWorkers,
+    Verify,
     gather_over_workers,
 )
 from keras_strategy.backends.tensorflow.connection import native_name
@@ -430,6 +431,12 @@ class TensorFlowGroup(ComponentGroup):
             shapes = [x.shape if is_static else tf.shape(x) for x in values]
             counts = [reduction.num_entries(shape, axes) for shape in shapes]
             return tensors.divide(total, sum_over_workers(sum(counts)))
+
+    def sum_logs(self, logs: Sequence[Sequence[Any]]) -> list[Any]:
+        sums = list(map(tensors.sum_values, logs))
+        if self.workers is None:
+            return sums
+        return self.workers.sum_all("logs", sums, verify=Verify.NEVER)
 
     def gather(self, values: Sequence[Any], axis: int) -> Any:
         name = "strategy.gather"

@@ -181,16 +181,17 @@ def rows_of_tensor(value: Any) -> Any:
     return tf.shape(value)[0]
 
 
-def common_rows(leaves: Sequence[Any]) -> Any:
-    """Return the rows of a batch as a tensor, after a check that all arrays agree."""
+def common_rows(arrays: Sequence[Any]) -> Any:
+    """Return the rows of a batch, after a check that all arrays agree."""
+    # The number is a tensor where a trace does not know it.
+    leaves = [array for array in arrays if array is not None]
     if all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves):
         try:
-            count_rows(leaves)
+            return count_rows(leaves)
         except ValueError as error:
             # AutoGraph would put its own traceback before the message.
             setattr(error, "ag_pass_through", True)  # noqa: B010
             raise
-        return rows_of_tensor(leaves[0])
     rows = tf.stack([rows_of_tensor(leaf) for leaf in leaves])
     is_equal = tf.reduce_all(rows == rows[0])
     message = (

@@ -16,7 +16,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -24,21 +24,25 @@ import tensorflow as tf
 from keras import tree
 
 from keras_strategy.audit.policy import RowPolicy, take_own_rows, with_all_rows
-from keras_strategy.backends.tensorflow.collectives import Verify, gather_over_workers
+from keras_strategy.backends.tensorflow.collectives import gather_over_workers
 from keras_strategy.backends.tensorflow.compile_cache import require
 from keras_strategy.backends.tensorflow.group import TensorFlowGroup
 from keras_strategy.backends.tensorflow.tensors import (
     common_rows,
     rows_of_tensor,
     slice_rows,
-    sum_values,
 )
 from keras_strategy.core.protocols import AuditAdapter, Strategy
 from keras_strategy.core.step_state import LocalRows, RowRange
 from keras_strategy.keras_patches.internals import stored_value
 from keras_strategy.keras_patches.layers import all_layers, seed_generators
 from keras_strategy.training import train_step
-from keras_strategy.training.row_weights import kinds_that_run_whole, local_bounds
+from keras_strategy.training.batch_function import (
+    BatchFunction,
+    LocalBatch,
+    arrays_of,
+)
+from keras_strategy.training.row_weights import kinds_that_run_whole
 from keras_strategy.values import DistributedValues, PerReplica
 
 logger = logging.getLogger("keras_strategy")
@@ -47,74 +51,87 @@ logger = logging.getLogger("keras_strategy")
 class TrainingStrategy:
     """Stand-in for the native strategy of a model in Keras's trainer."""
 
-    # An audit splits a step whose function may run whole.
-
-    def __init__(self, strategy: Strategy, model: keras.Model, is_audit: bool = False):
-        group = strategy.extended.group
-        assert isinstance(group, TensorFlowGroup)
-        self._group: TensorFlowGroup = group
-        self._model, self._is_audit = model, is_audit
+    def __init__(self, strategy: Strategy, model: keras.Model):
+        self._strategy, self._model = strategy, model
+        self._native = cast(TensorFlowGroup, strategy.extended.group).native
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._group.native, name)
+        return getattr(self._native, name)
 
     def experimental_distribute_dataset(self, dataset: Any) -> Any:
         return dataset
 
     def run(self, step: Callable[[Any], Any], args: tuple = ()) -> Any:
         """Run a step on a global batch; return merged logs or all rows' predictions."""
-        (data,) = args
-        group, workers, model = self._group, self._group.workers, self._model
+        (batch,) = args
+        strategy, model = self._strategy, self._model
         kinds = {model.train_step: "train", model.test_step: "test"}
         kind = kinds.get(step, "predict")
-        if kind in kinds_that_run_whole(model) and not self._is_audit:
-            rows = _to_tensors(getattr(data, "batch", data))
-            return train_step.run_whole(group.strategy, step, (rows,), {})
-        shards, counts, total, row_ranges = _split_batch(data, group)
-        total = tf.cast(total, "float32")
-        weights = [tf.cast(count, "float32") / total for count in counts]
-        has_metrics = train_step.returns_only_metrics(model, kind)
-        replica_step = train_step.make_weighted_step(
-            step,
-            has_metrics,
-            functools.partial(all_layers, model),
-            require,
-            rows_of_tensor if kind == "predict" else None,
-        )
-        outputs = group.call(
-            replica_step,
-            (PerReplica(shards), PerReplica(weights), PerReplica(row_ranges)),
-            {},
-        )
+        if kind in kinds_that_run_whole(model):
+            rows = _to_tensors(arrays_of(batch))
+            return train_step.run_whole(strategy, step, (rows,), {})
+        layers = functools.partial(all_layers, model)
+        function = TensorFlowBatchFunction(model, kind, strategy, step, layers)
+        return function.run_batch(batch)
 
-        def sum_all(summands):
-            sums = list(map(sum_values, summands))
-            if workers is None:
-                return sums
-            return workers.sum_all("logs", sums, verify=Verify.NEVER)
 
-        if has_metrics and workers is None:
-            return model.get_metrics_result()  # from the states on all replicas
-        if has_metrics:
-            summands = group.local_summands
-            return train_step.merge_worker_metrics(model, summands, sum_all)
-        if kind != "predict":
-            return train_step.average_logs(outputs, weights, sum_all)
+class TensorFlowBatchFunction(BatchFunction):
+    """The part of a program of Keras's loop that runs a step on the replicas."""
 
-        def merge_rows(value):
-            if not isinstance(value, DistributedValues):
-                return value
-            parts = [  # without stand-in rows
-                slice_rows(part, (0, tf.where(weight > 0, rows_of_tensor(part), 0)))
-                for part, weight in zip(value.values, weights, strict=True)
-            ]
-            is_sparse = isinstance(parts[0], tf.SparseTensor)
-            rows = tf.sparse.concat(0, parts) if is_sparse else tf.concat(parts, 0)
-            if workers is None or getattr(data, "worker_rows", None) is not None:
-                return rows  # each worker predicts only what it has read
-            return gather_over_workers(workers, "the predictions", rows)
+    _count_rows: Any = staticmethod(common_rows)
+    _require: Any = staticmethod(require)
 
-        return tree.map_structure(merge_rows, outputs)
+    def _split(self, batch: Any) -> tuple[Any, list[Any]]:
+        leaves = [leaf for leaf in tree.flatten(arrays_of(batch)) if leaf is not None]
+        if not leaves:
+            raise ValueError("A batch must hold at least one array. Received none.")
+        if isinstance(leaves[0], tf.distribute.DistributedValues):
+            return self._unwrap(batch, leaves[0].values)
+        if isinstance(batch, LocalRows):
+            return super()._split(replace(batch, batch=_to_tensors(batch.batch)))
+        return super()._split(_to_tensors(batch))
+
+    def _unwrap(
+        self, batch: Any, first_leaf: Sequence[Any]
+    ) -> tuple[PerReplica, list[Any]]:
+        """Return native distributed values, which are split already, by replica."""
+        counts = list(map(rows_of_tensor, first_leaf))
+        total, workers = tf.add_n(counts), self._group.workers
+        if workers is not None:
+            total = workers.sum("the rows of a batch", total)
+        local_batches = []
+        for i, count in enumerate(counts):
+            data = tree.map_structure(
+                lambda leaf, i=i: None if leaf is None else leaf.values[i], batch
+            )
+            rows = None if workers else RowRange(sum(counts[:i]), count, total)
+            local_batches.append(LocalBatch(data, count / total, rows))
+        return PerReplica(local_batches), [local.weight for local in local_batches]
+
+    def _slice(self, replica: int, begin: Any, end: Any, array: Any) -> Any:
+        return slice_rows(array, (begin, end))
+
+    def _run_replicas(self, local_batches: Any) -> Any:
+        return self._group.call(self._step, (local_batches,), {})
+
+    def _merge_logs(self, logs: Any, weights: list[Any]) -> Any:
+        if self._group.workers is None or not self._returns_metrics:
+            return super()._merge_logs(logs, weights)
+        return train_step.merge_worker_metrics(self._model, self._group)
+
+    def _join_rows(
+        self, value: DistributedValues, weights: list[Any], is_global: bool
+    ) -> Any:
+        parts = [  # without stand-in rows
+            slice_rows(part, (0, tf.where(weight > 0, rows_of_tensor(part), 0)))
+            for part, weight in zip(value.values, weights, strict=True)
+        ]
+        is_sparse = isinstance(parts[0], tf.SparseTensor)
+        rows = tf.sparse.concat(0, parts) if is_sparse else tf.concat(parts, 0)
+        workers = self._group.workers
+        if workers is None or not is_global:
+            return rows
+        return gather_over_workers(workers, "the predictions", rows)
 
 
 def _to_tensors(data: Any) -> Any:
@@ -124,74 +141,6 @@ def _to_tensors(data: Any) -> Any:
         return x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x)
 
     return tree.map_structure(convert, data)
-
-
-def _split_batch(
-    data: Any, group: TensorFlowGroup
-) -> tuple[list[Any], list[Any], Any, list[RowRange | None]]:
-    """Return the replicas' shards of a batch, row counts, all rows, and row ranges."""
-    # The batch is a structure of tensors or arrays, None where something is absent; or
-    # of native distributed values, which are split already; or a `LocalRows`. Each
-    # shard has at least one row. Row ranges are None if they are unknown.
-    local_batch = data if isinstance(data, LocalRows) else None
-    if local_batch is not None:
-        data = local_batch.batch
-    leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
-    if not leaves:
-        raise ValueError("A batch must hold at least one array. Received none.")
-    if isinstance(leaves[0], tf.distribute.DistributedValues):
-        return _unwrap_batch(data, leaves[0], group)
-    data = _to_tensors(data)
-    leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
-    local_rows = common_rows(leaves)
-    if local_batch is None:
-        first_row, total = 0, local_rows
-        bounds = local_bounds(group.topology, total, tf.minimum)
-    else:
-        bounds, total = local_batch.bounds, local_batch.global_rows
-        first_row = bounds[0][0]
-    shards: list[Any] = []
-    row_ranges: list[RowRange | None] = []
-    for begin, end in bounds:
-        # A replica without rows gets a stand-in row of weight 0: some of TensorFlow's
-        # kernels abort the process on tensors without rows.
-        begin = tf.maximum(tf.minimum(begin, first_row + local_rows - 1), 0)
-        end = tf.maximum(end, begin + 1)
-        local = functools.partial(
-            slice_rows, bounds=(begin - first_row, end - first_row)
-        )
-        row_ranges.append(RowRange(tf.minimum(begin, total - 1), end - begin, total))
-        shards.append(tree.map_structure(local, data))
-    static_rows = leaves[0].shape[0] if local_batch is None else None
-    if static_rows is not None:  # then use numbers instead of tensors
-        row_ranges = [
-            RowRange(min(begin, static_rows - 1), max(end - begin, 1), static_rows)
-            for begin, end in local_bounds(group.topology, static_rows)
-        ]
-    return shards, [end - begin for begin, end in bounds], total, row_ranges
-
-
-def _unwrap_batch(
-    data: Any, first_leaf: Any, group: TensorFlowGroup
-) -> tuple[list[Any], list[Any], Any, list[RowRange | None]]:
-    """Split a batch of native distributed values, as `_split_batch` does."""
-
-    def select_shard(replica):
-        return tree.map_structure(
-            lambda leaf: None if leaf is None else leaf.values[replica], data
-        )
-
-    local = range(len(group.devices))
-    counts = [rows_of_tensor(first_leaf.values[replica]) for replica in local]
-    total = tf.add_n(counts)
-    row_ranges: list[RowRange | None] = [None] * len(counts)
-    if group.workers is not None:
-        total = group.workers.sum("the rows of a batch", total)
-    else:
-        begins = [tf.add_n(counts[:replica] or [0 * total]) for replica in local]
-        pairs = zip(begins, counts, strict=True)
-        row_ranges = [RowRange(begin, count, total) for begin, count in pairs]
-    return [select_shard(replica) for replica in local], counts, total, row_ranges
 
 
 _RANDOM_WARNING = (
@@ -418,13 +367,15 @@ class StepAccess(AuditAdapter):
         self, model: keras.Model, kind: str, strategy: Any
     ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         step = getattr(model, f"{kind}_step")
+        layers = functools.partial(all_layers, model)
+        function = TensorFlowBatchFunction(model, kind, strategy, step, layers)
 
         def step_on_replicas(batch):
             # TensorFlow warns of the costs of eager steps.
             logger = tf.get_logger()
             logger.addFilter(_discard)
             try:
-                return TrainingStrategy(strategy, model, True).run(step, args=(batch,))
+                return function.run_batch(batch)
             finally:
                 logger.removeFilter(_discard)
 

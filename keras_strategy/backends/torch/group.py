@@ -90,6 +90,7 @@ class TorchGroup(ComponentGroup):
         # The device of new variables, and of the results of cross-replica calls.
         self._device = home or self.torch_devices[0]
         self.layout = state.Layout(self.torch_devices, workers, self.topology, home)
+        self.sum_logs = self.layout.sum_logs
         self._threads = ReplicaThreads(devices)
         self._attributes = GroupAttributes(self.strategy, len(devices), torch.is_tensor)
         self._lock = threading.Lock()
@@ -189,6 +190,10 @@ class TorchGroup(ComponentGroup):
         unit = unit_of(weight)
         if unit is not None:
             unit.prepare_slot(weight, sharding)
+
+    def local_summands(self, variable: Any) -> list[torch.Tensor]:
+        components = state.get_or_create_components(variable, self.layout)
+        return components.local_summands(variable)
 
     def share(self, variable: Any, shares: FlatShards) -> None:
         """Leave each replica its shard of an initialized variable."""

@@ -13,7 +13,6 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
-from keras_strategy.backends.torch import state
 from keras_strategy.backends.torch.collectives import initialized_workers
 from keras_strategy.backends.torch.replica import (
     InPlaceReplica,
@@ -299,14 +298,8 @@ def _get_metrics_result(original, strategy, self):
         or current_stateless_scope() is not None
     ):
         return _base_metrics_result(self)
-    group = strategy.extended.group
-
-    def local_summands(variable):
-        components = state.get_or_create_components(variable, group.layout)
-        return components.local_summands(variable)
-
     with torch.no_grad():
-        return merge_worker_metrics(self, local_summands, group.layout.sum_logs)
+        return merge_worker_metrics(self, strategy.extended.group)
 
 
 # The backend-independent method, which torch's trainer overrides since Keras 3.16.
