@@ -142,7 +142,8 @@ def _apply_alone(optimizer, grads, variables, apply):
         recorder.add(optimizer, list(grads), variables)
         return None
     owner = strategy_of_variable(variables[0]) if variables else None
-    if owner is not None and not optimizer.built:  # in a step that runs whole
+    is_alone = context.current_replica() is None  # perhaps in a step that runs whole
+    if owner is not None and is_alone and not optimizer.built:
         with owner.scope():
             optimizer.build(variables)
     return apply(grads)

@@ -174,6 +174,14 @@ def test_custom_optimizer_in_run_equals_one_device(name, mirrored):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+def test_run_on_one_device_builds_optimizer(mirrored):
+    mirrored(2)  # which patches `Optimizer.apply`
+    with (strategy := ks.OneDeviceStrategy("cpu:0")).scope():
+        variable, optimizer = keras.Variable([1.0, 2.0]), keras.optimizers.Adam(0.1)
+    strategy.run(lambda: optimizer.apply([ops.ones(2)], [variable]))
+    np.testing.assert_allclose(ops.convert_to_numpy(variable), [0.9, 1.9], atol=1e-5)
+
+
 class Lookups(keras.layers.Layer):
     """Adds embeddings of words, and of indices that are `kind`."""
 
