@@ -28,7 +28,8 @@ def test_workflow_calls_targets_of_make():
     steps = [step for job in jobs.values() for step in job["steps"] if "run" in step]
     called = [re.fullmatch(r"make (?:-k )?([a-z-]+).*", step["run"]) for step in steps]
     makefile = (ROOT / "Makefile").read_text()
-    assert [match[1] for match in called] == ["test", "lint", "docs", "wheel"]
+    targets = ["demo", "test", "lint", "docs", "wheel"]
+    assert [match[1] for match in called] == targets
     assert all(f"\n{match[1]}:" in makefile for match in called)
 
 
