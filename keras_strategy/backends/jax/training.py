@@ -76,14 +76,15 @@ class VirtualFunction(BatchFunction):
                 return
             yield batch
 
-    def _on_one_device(self, array: Any) -> Any:
+    def _local_copy(self, array: Any) -> Any:
+        """Return an array on one device of this worker."""
         if array is None:
             return None
         return put(array, self._distribution.everywhere).addressable_data(0)
 
     def _to_host(self, batch: Any) -> Any:
         return tree.map_structure(
-            lambda x: None if x is None else np.asarray(self._on_one_device(x)), batch
+            lambda x: None if x is None else np.asarray(self._local_copy(x)), batch
         )
 
     def _run_whole(self, batch: Any) -> Any:
@@ -93,8 +94,8 @@ class VirtualFunction(BatchFunction):
             if self._options.compile is None:
                 self._whole_step = jax.jit(self._whole_step)
         variables = state_variables(self._model, self._kind)
-        values = [[self._on_one_device(v.value) for v in group] for group in variables]
-        data = tree.map_structure(self._on_one_device, batch)
+        values = [[self._local_copy(v.value) for v in group] for group in variables]
+        data = tree.map_structure(self._local_copy, batch)
         with device_step_scope(self._strategy):
             outputs, new_values = self._whole_step(tuple(values), data)
             if self._kind == "predict":
