@@ -161,6 +161,14 @@ def _steps_per_execution(
     return Comparison(backend, name, peer, *programs, cases=(MLP,), needs=needs)
 
 
+def _virtual_replicas(backend: str) -> Comparison:
+    name, peer = "fit, 2 processes, virtual_replicas=8", "2 replicas"
+    programs = fit_of_workers(virtual_replicas=8), fit_of_workers()
+    return Comparison(
+        *(backend, name, peer, *programs), cases=(MLP, TRANSFORMER), workers=2
+    )
+
+
 def _jax() -> Iterator[Comparison]:
     row = partial(Comparison, "jax")
     eight = {"steps_per_execution": 8}
@@ -198,6 +206,7 @@ def _jax() -> Iterator[Comparison]:
         # A call has the Python code of 25 steps of ours, and of 7 of the peer's.
         min_steps=128,
     )
+    yield _virtual_replicas("jax")
     # Of `fit` the statistics are those of the global batch anyway.
     yield _batch_statistics("jax", "run", loop, exact="global", local=None)
 
@@ -263,6 +272,7 @@ def _torch() -> Iterator[Comparison]:
         Program("torch_loops:module_loop"),
         cases=(MLP, CNN),
     )
+    yield _virtual_replicas("torch")
     yield _batch_statistics("torch", "fit", fit)
     normalized = (NORMALIZED, LARGE_NORMALIZED, RESNET50)
     yield _batch_statistics(

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 import keras_strategy as ks
+from benchmarks.tables import markdown
 from conformance.program import Program, select
 from keras_strategy.audit.policy import RowPolicy, kinds_that_run_whole
 
@@ -44,7 +45,7 @@ def measure(program: Program, strategy: ks.Strategy) -> str:
     ratios = [train(model) / train(alone) for _ in range(ROUNDS)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     remedy = "whole" if "train" in kinds_that_run_whole(model) else "gathered or split"
-    return f"{program.name}: {remedy}, {middle:.2f} ({low:.2f} to {high:.2f})"
+    return f"| {program.name} | {remedy} | {middle:.2f} ({low:.2f} to {high:.2f}) |"
 
 
 def measure_audits(strategy: ks.Strategy) -> str:
@@ -69,13 +70,14 @@ def measure_audits(strategy: ks.Strategy) -> str:
     model.fit(x, y, batch_size=64, epochs=9, verbose=0)
     epoch = (time.process_time() - start - sum(audits)) / 9
     again = statistics.median(audits[1:])
-    return f"an audit again: {again / epoch:.1%} of an epoch ({again:.3f} s)"
+    return f"| a repeated audit | of an epoch | {again / epoch:.3f} ({again:.3f} s) |"
 
 
 if __name__ == "__main__":
     ks.config.set_logical_devices("cpu", 2)
     two = ks.MirroredStrategy()
-    print(f"CPU time beside one device, {keras.backend.backend()}")
+    columns = f"program, {keras.backend.backend()}", "computed", "CPU time"
+    print(markdown(columns, []))
     print(measure_audits(two))
     for chosen in select(sys.argv[1:] or NAMES):
         print(measure(chosen, two), flush=True)

@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import datetime
 import importlib.util
 import json
 import logging
@@ -19,10 +20,11 @@ import numpy as np
 import pytest
 
 import keras_strategy as ks
-from keras_strategy.cluster import process_exit
-from keras_strategy.commands import cli
+from keras_strategy.audit import policy
+from keras_strategy.cluster import process_exit, rendezvous, watchdog
+from keras_strategy.commands import cli, launcher, worker_checks
 from tests.pages import Block, blocks_of, sides_of
-from tools import pages, pictures
+from tools import measurements, pages, pictures
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {path.stem: path for path in (ROOT / "docs").glob("*.md")}
@@ -236,10 +238,68 @@ def test_quoted_faults_are_measured():
     assert f"After SIGKILL of one worker the others end within {slowest} second" in home
 
 
+# Pages that a program writes, and the record of whole runs of the tests.
+GENERATED = {"benchmarks", "benchmarks_history", "conformance", "equality", "errors"}
+GENERATED |= {"errors_without_a_fix", "faults", "gallery", "patches", "ports"}
+GENERATED |= {"tf_distribute", "versions"}
+FIGURE = re.compile(
+    r"(?<![\w.])\d[\d.,]*(?: to \d[\d.,]*)?\s"
+    r"(?:s|ms|us|min|hours?|seconds?|minutes?|[kMG]i?B|%|times)(?![\w/])"
+    r"|(?<![\w.])[01]\.\d\d(?![\w.]*\d)|\de-\d\d"
+)
+NOT_MEASURED = re.compile(
+    r"^ *```.*?^ *```$|`[^`]*`|\[[^]]*\]\([^)]*\)|<!--.*?-->"  # code, links
+    r"|(?:Keras|Python|JAX|torch|TensorFlow|[Ww]andb|Ray|mlflow|\]) \(?\d\S*"
+    r"(?:(?:, | to | and )\d\S*)*",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@ON_TORCH
+@pytest.mark.parametrize("name", sorted({*PAGES} - GENERATED - {"CONTRIBUTING"}))
+def test_measured_figures_have_a_source(name, monkeypatch):
+    """Figures stand in measured tables, link to generated pages, or are constants."""
+    from keras_strategy.backends.torch import compilation, sharding
+
+    page = PAGES[name].read_text()
+    monkeypatch.delenv(rendezvous.TIMEOUT_VARIABLE, raising=False)
+    slow, left = watchdog.SLOW_OPERATION_SECONDS, watchdog.LEFT_SECONDS
+    set_by_code = {
+        f"{rendezvous.default_timeout_seconds():.0f} seconds",
+        *(f"{slow:.0f} s", f"{slow:.0f} seconds", f"{left:.0f} seconds"),
+        f"{policy.MAX_SHARDED_BYTES / 1e6:.0f} MB",
+        f"{sharding.UNIT_BYTES >> 20} MiB",
+        f"{compilation.MAX_GRAPHS} times",
+        f"{launcher.FIRST_WAIT_SECONDS:.0f} second",
+        f"{worker_checks.TIMEOUT_SECONDS:.0f} seconds",
+    }
+    # Shared memory of a container, of Docker; a time limit that the page itself sets.
+    given = {"64 MiB", *(f"{n} seconds" for n in re.findall(r"TERM@(\d+)", page))}
+    quoted = {"index": {"0.2 seconds"}}.get(name, set())  # test_quoted_faults_...
+    text = NOT_MEASURED.sub("", measurements.MEASURED.sub("", page))
+    found = [" ".join(figure.split()) for figure in FIGURE.findall(text)]
+    assert not set(found) - set_by_code - given - quoted
+
+
+@ON_TORCH
+def test_measured_tables_are_repeated(tmp_path):
+    mark = "*Measured by `{}` on {}, commit {}.*"
+    program = "python -c 'print(\"a log\\n| a |\\n| --- |\\n| {} |\")'"
+    old = [
+        f"| old |\n\n{mark.format(program.format(n), '2026-01-01', '0' * 8)}"
+        for n in "12"
+    ]
+    new = measurements.repeat("\n\n".join(["Text.", *old]), "1 |", "1" * 8)
+    today = datetime.date.today()
+    again = mark.format(program.format(1), today, "1" * 8)
+    table = "| a |\n| --- |\n| 1 |"
+    assert new == "\n\n".join(["Text.", table, again, old[1]])
+
+
 @ON_TORCH
 def test_quoted_scaling_follows_from_its_table():
     text = PAGES["scaling"].read_text().partition("## Checked on this machine")[2]
-    found = re.findall(r"\| 1 \| ([\d.]+) \|.*\n\| \| 2 \| ([\d.]+)", text)
+    found = re.findall(r"\| 1 \| ([\d.]+) \|.*\n\|.*\| 2 \| ([\d.]+)", text)
     rates = [f"{2 * float(one) / float(two):.2f}" for one, two in found]
     for name, path in PAGES.items():
         for quoted in re.findall(

@@ -13,6 +13,7 @@ import keras
 
 from benchmarks.network.worker import CALLBACKS, time_step
 from benchmarks.paired_processes import starter_for
+from benchmarks.tables import markdown
 from keras_strategy.testing import WorkerRunner
 from tests.distributed.machines import simulated_machines
 
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
     options = parser.parse_args()
     backend = keras.backend.backend()
+    print(markdown((f"{backend}, ms per step", "peer", *CALLBACKS), []))
     with starter_for(backend, MACHINES) as starter:
         for link in options.links:
             times: dict[str, float] = {}
@@ -42,9 +44,9 @@ def main() -> None:
                 runner = WorkerRunner(MACHINES, timeout_seconds=300, starter=starter)
                 with simulated_machines(MACHINES, **LINKS[link]) as machines, runner:
                     times[name] = 1e3 * max(runner.run(time_step, name, machines))
-                ratio = times[name] / times["peer"]
-                line = f"{backend}, {link}, {name}: {times[name]:.1f} ms, {ratio:.2f}"
-                print(line, flush=True)
+            peer, *ours = times.values()
+            cells = [f"{time:.0f} ({time / peer:.2f})" for time in ours]
+            print(f"| {' | '.join((link, f'{peer:.0f}', *cells))} |", flush=True)
 
 
 if __name__ == "__main__":

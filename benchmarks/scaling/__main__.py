@@ -10,7 +10,8 @@ import json
 import os
 
 from benchmarks.scaling.measurements import measure_worker
-from benchmarks.scaling.model import ANCHORS, Link, Step
+from benchmarks.scaling.model import Link, Step
+from benchmarks.tables import markdown
 from keras_strategy.testing import WorkerRunner
 
 WORKERS = (1, 2, 4)
@@ -37,11 +38,7 @@ def main() -> None:
             print(f"{reader}: {speed:.0f} rows/s", flush=True)
     cores = len(os.sched_getaffinity(0))
     link = Link.fitted(2, measured[2]["all_reduce"])
-    print(
-        f"{cores} cores: latency {link.latency * 1e6:.0f} us, "
-        f"bandwidth {link.bandwidth / 1e9:.2f} GB/s"
-    )
-    rows = []
+    rows, lines = [], []
     for case, alone in measured[1]["steps"].items():
         step = Step(compute=alone["seconds"], gradients=alone["gradients"])
         for workers in WORKERS:
@@ -49,14 +46,14 @@ def main() -> None:
             predicted = step.seconds(workers, link, workers / cores)
             row = {"case": case, "workers": workers}
             rows.append({**row, "measured": seconds, "predicted": predicted})
-            print(
-                f"{case}, {workers} workers: {seconds * 1e3:.2f} ms, "
-                f"predicted {predicted * 1e3:.2f} ms"
-            )
-    for anchor in ANCHORS:
-        for devices in (8, 64, 512):
-            low, high = anchor.predict(devices)
-            print(f"{anchor.model}, {devices} GPUs: {low:.0%} to {high:.0%}")
+            name = f"{case}, {alone['gradients'] / 1e6:.2f} MB"
+            found = f"{predicted * 1e3:.2f} ({predicted / seconds - 1:+.0%})"
+            times = f"{seconds * 1e3:.2f}", found if workers > 1 else ""
+            lines.append((name, str(workers), *times))
+    constants = f"{link.latency * 1e6:.0f} us, {link.bandwidth / 1e9:.2f} GB/s"
+    lines.append(("a sum's latency and bandwidth", "2", constants, ""))
+    columns = "model, gradients", "workers", "measured, ms per step", "predicted"
+    print("", markdown(columns, lines), sep="\n")
     if options.json:
         constants = {"latency": link.latency, "bandwidth": link.bandwidth}
         with open(options.json, "w") as file:

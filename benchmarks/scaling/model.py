@@ -1,7 +1,12 @@
-"""Model of a data-parallel training step, and published measurements."""
+"""Model of a data-parallel training step, and published measurements.
+
+`python -m benchmarks.scaling.model` prints what it predicts of them.
+"""
 
 import dataclasses
 from collections.abc import Mapping
+
+from benchmarks.tables import markdown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,3 +127,19 @@ ANCHORS = (
     Anchor("Inception V3", 23_851_784, 142, 64, 512, 0.90),
     Anchor("VGG-16", 138_357_544, 154, 64, 512, 0.68),
 )
+
+
+def main() -> None:
+    """Print the predicted efficiencies beside the published ones."""
+    counts, lines = (8, 64, 512), []
+    for anchor in ANCHORS:
+        ranges = [anchor.predict(devices) for devices in counts]
+        cells = [f"{100 * low:.0f} to {high:.0%}" for low, high in ranges]
+        name = f"{anchor.model}, {4 * anchor.parameters / 1e6:.0f} MB of gradients"
+        lines.append((name, *cells, f"{anchor.efficiency:.0%}"))
+    columns = [f"{devices} GPUs" for devices in counts]
+    print(markdown(("", *columns, f"measured on {ANCHORS[0].devices}"), lines))
+
+
+if __name__ == "__main__":
+    main()

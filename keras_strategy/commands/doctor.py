@@ -51,7 +51,7 @@ _ADVICE = {
 def main(options: argparse.Namespace) -> int:
     seconds = options.timeout_seconds
     if options.workers:
-        return worker_checks.main(30 if seconds is None else seconds)
+        return worker_checks.main(seconds or worker_checks.TIMEOUT_SECONDS)
     return report(findings(180 if seconds is None else seconds))
 
 

@@ -29,7 +29,7 @@ from keras_strategy.commands.processes import (
     record_signals,
 )
 
-_FIRST_WAIT_SECONDS = 1.0
+FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 60.0
 
 # A signal is forwarded after this time at most; the end of a process is noticed at
@@ -142,7 +142,7 @@ def print_line(text: str, lines: Sequence[bytes] = ()) -> None:
 
 def restart_seconds(failures: int) -> float:
     """Return how long to wait before a restart, after so many failures in a row."""
-    seconds = _FIRST_WAIT_SECONDS * 2 ** max(0, failures - 1)
+    seconds = FIRST_WAIT_SECONDS * 2 ** max(0, failures - 1)
     return min(seconds, _LONGEST_WAIT_SECONDS)
 
 

@@ -35,6 +35,7 @@ _ADVICE = {
     "variables": "set the variable to the same value for all workers",
 }
 _NO_ADDRESS, _LOOPBACK = "no address", "the loopback"
+TIMEOUT_SECONDS = 30.0  # by default
 _CLOCK_ROUNDS, _MAX_CLOCK_SECONDS = 3, 1.0
 
 

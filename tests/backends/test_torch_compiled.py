@@ -263,7 +263,7 @@ def test_compiler_backend_is_respected(backend, local, told, monkeypatch):
 def test_graph_limit_falls_back_to_eager(two, told, monkeypatch):
     """Each of the two devices has one: of some rows, and of any number but 1."""
     torch._dynamo.reset()  # it remembers which dimensions changed in other models
-    monkeypatch.setattr(compilation, "_MAX_GRAPHS", 1)
+    monkeypatch.setattr(compilation, "MAX_GRAPHS", 1)
     with two.scope():
         model = sequential()
         model.compile("sgd", "mse", jit_compile=True)

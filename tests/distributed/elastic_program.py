@@ -211,7 +211,6 @@ def measure(kills: int, workers: int, seed: int) -> None:
         output = (folder / "output").read_text()
         batches, weights = read_batches(folder), read_weights(folder)
         print(output if status else "", f"exit status {status}")
-        report(batches, times, output)
         with tempfile.TemporaryDirectory() as other:
             subprocess.run(
                 [sys.executable, "-m", "tests.distributed.elastic_program"]
@@ -222,6 +221,7 @@ def measure(kills: int, workers: int, seed: int) -> None:
             (expected,) = read_weights(pathlib.Path(other))
         largest = max(largest_difference(values, expected) for values in weights)
         print(f"largest difference of a variable: {largest:.1e}")
+        report(batches, times, output)
 
 
 def report(batches: list[Batch], times: list[float], output: str) -> None:
@@ -238,12 +238,12 @@ def report(batches: list[Batch], times: list[float], output: str) -> None:
         is_killed = any(previous.time < moment < batch.time for moment in times)
         if batch.workers > previous.workers and not is_killed:
             joins.append(batch.time - previous.time)
+    print("| training stops after a | times | median, s | longest, s |")
+    print("| --- | --- | --- | --- |")
     for name, seconds in ("kill", stops), ("join", joins):
         if seconds:
-            print(
-                f"{len(seconds)} stops after a {name}: median "
-                f"{statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s"
-            )
+            middle, longest = statistics.median(seconds), max(seconds)
+            print(f"| {name} | {len(seconds)} | {middle:.2f} | {longest:.2f} |")
 
 
 def main() -> None:

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.tables import markdown
 from conformance.compare import largest
 from keras_strategy.testing import WorkerRunner
 from tests.distributed import resume_jobs
 from tests.testing.warm_starter import WarmStarter
 
-BACKENDS = ("jax", "torch", "tensorflow")
+BACKENDS = {"jax": "JAX", "torch": "torch", "tensorflow": "TensorFlow"}
 ACROSS = (("jax", "torch"), ("jax", "tensorflow"), ("torch", "jax"))
 # Workers before, and after.
 COUNTS = ((2, 2), (2, 3), (2, 1), (1, 2))
@@ -71,13 +72,14 @@ def of_one_backend(folder: pathlib.Path, backend: str) -> dict[str, list[float]]
     with warm() as run:
         own = folder / f"{backend} alone"
         interrupt(resume_jobs.train, own, run)
-        figures[backend] = gone_on(resume_jobs.train, own, run)
+        figures[BACKENDS[backend]] = gone_on(resume_jobs.train, own, run)
         for before, after in ACROSS:
             if after == backend:
                 place = folder / f"{before} to {after}"
                 shutil.copytree(folder / before, place)
                 anywhere = resume_jobs.workers_train_anywhere
-                figures[f"{before}, then {after}"] = gone_on(anywhere, place, run)
+                name = f"{BACKENDS[before]}, then {BACKENDS[after]}"
+                figures[name] = gone_on(anywhere, place, run)
     return figures
 
 
@@ -99,11 +101,10 @@ def main() -> None:
                     sys.exit(done.stdout + done.stderr)
                 if step == "measure":
                     figures |= json.loads(done.stdout.splitlines()[-1])
-    names = [f"{before} then {after}" for before, after in COUNTS]
-    print("| backend | " + " | ".join(names) + " |")
-    print("| --- |" + " --- |" * len(names))
-    for backend, row in figures.items():
-        print(f"| {backend} | " + " | ".join(f"{value:.0e}" for value in row) + " |")
+    columns = ["saved on, resumed on"]
+    columns += [f"{before}, then {after} workers" for before, after in COUNTS]
+    lines = [(n, *(f"{value:.0e}" for value in row)) for n, row in figures.items()]
+    print(markdown(columns, lines))
 
 
 if __name__ == "__main__":

@@ -227,7 +227,7 @@ def _fake_scales(inputs, rate, noise_shape, generator, previous, draw) -> torch.
 logger = logging.getLogger("keras_strategy")
 INDUCTOR = "inductor"
 # For one forward pass on one device; torch's default.
-_MAX_GRAPHS = 8
+MAX_GRAPHS = 8
 _NO_WEIGHTS = "The model does not have any trainable weights."  # as Keras reports it
 _unpack: Callable[[Any], Any] = keras.utils.unpack_x_y_sample_weight
 # What was logged for each model, by `fit` or `evaluate`.
@@ -249,7 +249,7 @@ class CompiledModel:
         self.backend = os.environ.get("KERAS_STRATEGY_TORCH_COMPILE_BACKEND") or (
             "eager" if on_cpu else INDUCTOR
         )
-        self.max_graphs = _MAX_GRAPHS * len(devices)
+        self.max_graphs = MAX_GRAPHS * len(devices)
         self.has_news = False  # True if a pass has become a graph or was refused
         models = [model, *(x for x in all_layers(model) if isinstance(x, keras.Model))]
         self._passes = [
