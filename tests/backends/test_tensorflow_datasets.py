@@ -10,6 +10,7 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 import keras_strategy as ks
+from conformance.compare import largest
 from keras_strategy.backends.tensorflow.distributed_dataset import split_by_rows
 
 
@@ -145,6 +146,25 @@ def test_uneven_rows_are_split(two):
     source = tf.data.Dataset.from_tensors((np.ones(4), np.ones(3)))
     with pytest.raises(ValueError, match="same number of rows"):
         two.experimental_distribute_dataset(source)
+
+
+def test_dropout_of_native_dataset_equals_one_device(two):
+    x = np.random.RandomState(0).rand(13, 4).astype("float32")
+    batches = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(6)
+
+    def trained(strategy, data):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            layers = [keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input((4,)), *layers])
+            model.compile(keras.optimizers.SGD(0.5), "mse")
+        model.fit(data, epochs=2, verbose=0)
+        return model.get_weights()
+
+    expected = trained(ks.OneDeviceStrategy("cpu:0"), batches)
+    with two.scope():
+        split = tf.distribute.get_strategy().experimental_distribute_dataset(batches)
+    assert largest(expected, trained(two, split)) < 1e-6
 
 
 # --- tf.function

@@ -154,6 +154,24 @@ def test_weight_by_rows_weights_local_means(two):
     assert largest(expected, trained(two, keras_mean, nothing)) < 2e-5
 
 
+@pytest.mark.skipif(keras.backend.backend() == "jax", reason="a step is one program")
+def test_replica_without_rows_computes_one(mirrored):
+    """Some metrics and kernels do not accept a batch of 0 rows."""
+    strategy, seen = mirrored(3), []
+
+    class Counting(keras.layers.Layer):
+        def call(self, inputs):
+            seen.append(inputs.shape[0])
+            return inputs
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1), Counting()])
+        model.compile("sgd", "mse", run_eagerly=True)
+    x = np.ones((7, 1), "float32")
+    model.fit(x, x, batch_size=6, verbose=0)  # 2 rows for each replica, then 1 in all
+    assert set(seen) >= {1, 2} and 0 not in seen
+
+
 def test_weight_by_rows_refuses_bad_arguments(two):
     for rows in (2.0, True, [2], None):
         with pytest.raises(ValueError, match="rows="), ks.weight_by_rows(rows):
