@@ -29,9 +29,9 @@ replicas.
 - **A number** is the largest difference from one device in weights, logs and
   predictions. It is absolute for values up to 1 and relative above. Weights may differ
   by 2e-5, logs and predictions by 1e-5.
-- **"error"**: several replicas raise an error that names the cause and the fix.
-- **Bold**: the result differs from one device. A warning, listed below the table, names
-  the cause.
+- **whole**: rows depend on each other, so the step [runs whole](whole_steps.md).
+  **gathered**: a part of it computes on the rows of all replicas. A warning says so.
+- **error**: several replicas raise an error that names the cause and the fix.
 
 Random noise and dropout of a source are kept, with a seed. If the bias of attention
 keys trains, SGD replaces Adam, which amplifies rounding there. The data are synthetic,
@@ -40,10 +40,11 @@ or scikit-learn's digits.
 `make ports` runs all ports and writes this page; `make test-full` runs a sample. Ports
 that need a missing package are skipped.
 """
+WARNINGS = {"runs whole": "whole", "on the rows of all": "gathered"}
 
 
 def run(backend: str, arguments: list[str], folder: Path) -> dict[str, dict[str, str]]:
-    """Return the source, the cell and the warnings of each port."""
+    """Return the source, the cell and the reason of a dash of each port."""
     report = folder / f"{backend}.xml"
     environment = {
         "NPROC": "8",
@@ -69,14 +70,14 @@ def outcome(cases: list[ElementTree.Element]) -> dict[str, str]:
     said = {
         p.get("name"): p.get("value") or "" for c in cases for p in c.iter("property")
     }
-    found = {"source": said.get("source", ""), "warning": said.get("warning", "")}
+    found = {"source": said.get("source", "")}
     problems = [p for c in cases for p in (*c.iter("failure"), *c.iter("error"))]
     skipped = [skip.get("message") or "" for c in cases for skip in c.iter("skipped")]
     if problems:
         lines = (problems[0].get("message") or "").strip().splitlines() or [""]
         return {**found, "cell": f"**failed: {lines[0][:80]}**", "failed": "yes"}
     if skipped:
-        return {**found, "cell": "–", "warning": skipped[0]}
+        return {**found, "cell": "–", "reason": skipped[0]}
     if "error" in said:
         return {**found, "cell": "error"}
     differences = [
@@ -87,18 +88,17 @@ def outcome(cases: list[ElementTree.Element]) -> dict[str, str]:
     ]
     if not differences:
         return {**found, "cell": "did not end", "failed": "yes"}
-    if said["differs"]:
-        return {**found, "cell": f"**{max(differences):.0e}**: {said['differs']}"}
-    return {**found, "cell": f"{max(differences):.0e}"}
+    said_of_rows = [w for text, w in WARNINGS.items() if text in said["warning"]]
+    return {**found, "cell": " ".join((f"{max(differences):.0e}", *said_of_rows))}
 
 
 def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
-    """Return the rows of the page: each port on each backend, and its warnings."""
+    """Return the rows of the page: each port on each backend."""
     lines = [
         f"| port | {' | '.join(NAMES[b] for b in found)} |",
         "| --- |" + " --- |" * len(found),
     ]
-    source, warned = "", {}
+    source, dashes = "", {}
     sources: dict[str, str] = {}
     for ports in found.values():
         for name, port in ports.items():
@@ -113,12 +113,12 @@ def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
         cells = " | ".join(e["cell"] for e in each.values())
         lines.append(f"| {name}: `{of.partition(': ')[2] or of}` | {cells} |")
         for backend, e in each.items():
-            if e.get("warning"):
-                warned.setdefault(e["warning"], {}).setdefault(backend, []).append(name)
-    lines += ["", "Warnings, and the reasons for dashes:", ""]
-    for warning, of in warned.items():
+            if "reason" in e:
+                dashes.setdefault(e["reason"], {}).setdefault(backend, []).append(name)
+    lines += ["", "Reasons for dashes:", ""]
+    for reason, of in dashes.items():
         where = [f"{told(ports)} on {NAMES[backend]}" for backend, ports in of.items()]
-        lines.append(f"- {', '.join(where)}: {warning}")
+        lines.append(f"- {', '.join(where)}: {reason}")
     return "\n".join(lines)
 
 

@@ -51,7 +51,6 @@ class Port:
         not_on: The backends on which one device cannot run it, with the reason.
         refused: What the error must say on the backends where several replicas are
             refused.
-        differs: Why other numbers come out on the backends where they do.
         workers: Whether each replica is a process.
         coordinator: Whether a coordinator trains it with workers, whose number it takes
             in the place of a strategy.
@@ -63,7 +62,6 @@ class Port:
     needs: str | None = None
     not_on: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
-    differs: Mapping[str, str] = field(default_factory=dict)
     workers: bool = False
     coordinator: bool = False
     sample: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import ops
+from keras import ops, tree
 
 from keras_strategy.data.sources.iterable import has_state_dict
 from keras_strategy.keras_patches import consistency
@@ -19,6 +19,7 @@ from keras_strategy.keras_patches.random import global_generator, keras_seeds
 from keras_strategy.keras_patches.variables_optimizers import variables_of
 from keras_strategy.training import ownership
 from keras_strategy.training.checkpoint import BackupContents, BackupFolder, Shard
+from keras_strategy.training.ownership import strategy_of_model
 from keras_strategy.training.resume import (
     ArraySpill,
     decode,
@@ -40,6 +41,8 @@ saving_lib = find_module("get_temp_dir get_attr_skipset", "keras.src.saving.savi
 # Where Keras looks for the attributes of optimizers that it does not save. It creates
 # an optimizer to find them, and keeps them under another name.
 _OPTIMIZER_SKIPSET = "saving_attr_skiplist_Optimizer"
+# Names of seed generators differ between processes.
+_SEED_STATE = "seed_generator_state"
 
 
 @hook(
@@ -78,6 +81,30 @@ def _save(original, strategy, self, filepath, *args, **kwargs):
                 return original(self, temporary, *args, **kwargs)
 
         return run_on_chief(cluster, operation, write)
+
+
+@hook(keras.Model, "set_state_tree", "(self, state_tree)", when=strategy_of_model)
+def _set_state_tree(original, strategy, self, state_tree):
+    """Refuse weights of variables that the model lacks, which Keras skips silently.
+
+    Keras loads an `OrbaxCheckpoint` so. Layers without a `name` get other names in a
+    process that has created layers before.
+    """
+    paths = {v.path for v in self.variables}
+    unknown = [
+        path
+        for kind in ("trainable_variables", "non_trainable_variables")
+        for keys, _ in tree.flatten_with_path(state_tree.get(kind, {}))
+        if (path := "/".join(keys)) not in paths and not path.endswith(_SEED_STATE)
+    ]
+    if unknown:
+        raise ValueError(
+            "Expected values of variables of the model. Received values of others: "
+            f"{unknown[:5]}{' and more' if len(unknown) > 5 else ''}. The model's are "
+            f"{sorted(paths)[:5]}. Give each layer a `name` before you save, and load "
+            "by `load_weights` into a model that you have built."
+        )
+    return original(self, state_tree)
 
 
 @hook(saving_lib, "get_temp_dir", "()", when=temporary_folder)

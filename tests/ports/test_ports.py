@@ -113,7 +113,4 @@ def test_port(name, replicas, on_replicas, record_property, caplog):
     each = zip(*(differences(one, outcome) for outcome in many), strict=True)
     found = [max(numbers) for numbers in each]
     record_property("difference", max(found))
-    equal = all(a <= b for a, b in zip(found, TOLERANCES, strict=True))
-    record_property("differs", port.differs.get(BACKEND, ""))
-    assert equal != (BACKEND in port.differs), found
-    assert said or equal  # nothing differs silently
+    assert all(a <= b for a, b in zip(found, TOLERANCES, strict=True)), found

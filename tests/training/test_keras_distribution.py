@@ -172,6 +172,24 @@ def save_and_load(how, saver, loader, folder):
     return [*loaded.get_weights(), *map(np.array, loaded.optimizer.variables)]
 
 
+@pytest.mark.needs_patch("Model.set_state_tree", backend="torch")
+def test_orbax_checkpoint_of_unnamed_layers_is_refused(two, tmp_path):
+    """Keras would keep the initial weights."""
+    with two.scope():
+        first, second = (
+            keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]) for _ in "12"
+        )
+        for model in (first, second):
+            model.compile("sgd", "mse")
+    first.fit(np.ones((4, 4)), np.ones(4), 4, callbacks=[orbax_checkpoint(tmp_path)])
+    before = second.get_weights()
+    with pytest.raises(ValueError, match=r"values of others: \['sequential.*a `name`"):
+        second.load_weights(tmp_path)
+    first.load_weights(tmp_path)
+    for a, b in zip(before, second.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("how", ["model.keras", "model.weights.h5", "orbax"])
 def test_saved_models_load_on_the_other_side(how, two, tmp_path):
