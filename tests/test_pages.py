@@ -289,11 +289,12 @@ def test_measured_tables_are_repeated(tmp_path):
         f"| old |\n\n{mark.format(program.format(n), '2026-01-01', '0' * 8)}"
         for n in "12"
     ]
-    new = measurements.repeat("\n\n".join(["Text.", *old]), "1 |", "1" * 8)
-    today = datetime.date.today()
-    again = mark.format(program.format(1), today, "1" * 8)
+    page = tmp_path / "page.md"
+    page.write_text("\n\n".join(["Text.", *old]))
+    measurements.repeat(page, "1 |", "1" * 8)
+    again = mark.format(program.format(1), datetime.date.today(), "1" * 8)
     table = "| a |\n| --- |\n| 1 |"
-    assert new == "\n\n".join(["Text.", table, again, old[1]])
+    assert page.read_text() == "\n\n".join(["Text.", table, again, old[1]])
 
 
 @ON_TORCH

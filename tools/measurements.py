@@ -41,25 +41,21 @@ def run(command: str) -> str:
     return (tables or done.stdout.strip().splitlines())[-1].strip()
 
 
-def repeat(text: str, only: str, commit: str) -> str:
-    """Return a page with the tables measured again whose commands contain `only`."""
-
-    def measure(found: re.Match[str]) -> str:
-        command = found["command"]
-        if only not in command:
-            return found[0]
-        table, today = run(command), datetime.date.today()
-        return f"{table}\n\n*Measured by `{command}` on {today}, commit {commit}.*"
-
-    return MEASURED.sub(measure, text)
+def repeat(page: Path, only: str, commit: str) -> None:
+    """Measure the tables of a page again whose commands contain `only`."""
+    for found in MEASURED.finditer(page.read_text()):
+        command, today = found["command"], datetime.date.today()
+        if only in command:
+            line = f"*Measured by `{command}` on {today}, commit {commit}.*"
+            text = page.read_text().replace(found[0], f"{run(command)}\n\n{line}")
+            page.write_text(text)
 
 
-def main(page: str, only: str = "") -> None:
-    """Measure tables of a page again."""
-    path = ROOT / "docs" / f"{page}.md"
+def main(name: str, only: str = "") -> None:
+    """Measure tables of a page again, by this commit."""
     git = ["git", "rev-parse", "--short=8", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True)
-    path.write_text(repeat(path.read_text(), only, commit.stdout.strip()))
+    repeat(ROOT / "docs" / f"{name}.md", only, commit.stdout.strip())
 
 
 if __name__ == "__main__":
