@@ -1,0 +1,224 @@
+"""keras.io's examples of graphs, policies, speech, images and loops by hand."""
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+import keras_strategy as ks
+from conformance.compare import scope
+from conformance.ports.keras_io_supervised import EXAMPLES
+from conformance.ports.port import Outcome, compiled, dense, fitted, port, vectors
+from conformance.step_model import StepModel
+
+ATOMS = np.random.RandomState(6).randint(2, 6, 21)  # of each molecule
+
+
+class Molecules(keras.utils.PyDataset):
+    """Each batch is one graph: its inputs have a row for each atom or bond."""
+
+    def __init__(self):
+        super().__init__()
+        self.atoms = [vectors(n, 4, seed=n)[0] for n in ATOMS]
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        first, last = 8 * index, min(8 * index + 8, 21)
+        sizes = ATOMS[first:last]
+        starts = np.cumsum([0, *sizes[:-1]])
+        rings = [
+            np.stack([np.arange(n), (np.arange(n) + 1) % n], 1) + start
+            for n, start in zip(sizes, starts, strict=True)
+        ]
+        pairs = np.concatenate(rings).astype("int32")
+        owners = np.repeat(np.arange(last - first), sizes).astype("int32")
+        atoms = np.concatenate(self.atoms[first:last])
+        return (atoms, pairs, owners), np.arange(first, last)[:, None] % 2
+
+
+class MPNN(keras.Model):
+    """Messages along bonds, then one sum for each molecule."""
+
+    def __init__(self):
+        super().__init__()
+        self.message, self.update = layers.Dense(4), layers.GRUCell(4)
+        self.head = layers.Dense(1, "sigmoid")
+
+    def build(self, shapes=None):
+        self.message.build((None, 4))
+        self.update.build((None, 4))
+        self.head.build((None, 4))
+
+    def passed(self, atoms, pairs):
+        for _ in range(2):
+            sent = ops.take(self.message(atoms), pairs[:, 1], axis=0)
+            rows = ops.shape(atoms)[0]
+            sums = ops.segment_sum(sent, pairs[:, 0], num_segments=rows)
+            atoms, _ = self.update(sums, [atoms])
+        return atoms
+
+    def call(self, inputs):
+        atoms, pairs, owners = inputs
+        atoms = self.passed(atoms, pairs)
+        # Molecules of a short last batch are cut off below: they have no atoms.
+        return self.head(ops.segment_sum(atoms, owners, num_segments=8))
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return super().compute_loss(x, y, y_pred[: ops.shape(y)[0]], sample_weight)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return super().compute_metrics(x, y, y_pred[: ops.shape(y)[0]], sample_weight)
+
+
+MPNN_SOURCE = f"{EXAMPLES}/graph/mpnn-molecular-graphs.py"
+
+
+@port(MPNN_SOURCE)
+def mpnn_molecular_graphs(strategy):
+    def make():
+        metrics = [keras.metrics.AUC(name="AUC")]
+        return compiled(MPNN(), "adam", "binary_crossentropy", metrics=metrics)
+
+    return fitted(strategy, make, Molecules(), class_weight={0: 2.0, 1: 0.5})
+
+
+class PaddedMPNN(MPNN):
+    """Merge the graphs of a batch in `call`, by the row of each."""
+
+    def call(self, inputs):
+        atoms, pairs = inputs
+        rows, size = ops.shape(atoms)[0], ops.shape(atoms)[1]
+        starts = ops.reshape(ops.arange(rows), (-1, 1, 1)) * size
+        pairs = ops.reshape(pairs + ops.cast(starts, pairs.dtype), (-1, 2))
+        atoms = self.passed(ops.reshape(atoms, (-1, 4)), pairs)
+        return self.head(ops.sum(ops.reshape(atoms, (-1, size, 4)), axis=1))
+
+
+@port(MPNN_SOURCE)
+def mpnn_that_merges(strategy):
+    def make():
+        return compiled(PaddedMPNN(), "adam", "binary_crossentropy", metrics=["AUC"])
+
+    atoms = vectors(21, 20)[0].reshape(21, 5, 4)
+    pairs = np.random.RandomState(7).randint(0, 5, (21, 7, 2)).astype("int32")
+    weight = {0: 2.0, 1: 0.5}
+    y = np.arange(21)[:, None] % 2
+    return fitted(strategy, make, (atoms, pairs), y, class_weight=weight)
+
+
+class ActorCritic(StepModel):
+    """A step is an episode: its returns are normalized, its losses summed."""
+
+    def __init__(self):
+        super().__init__()
+        self.common = layers.Dense(8, "relu")
+        self.actor, self.critic = layers.Dense(2, "softmax"), layers.Dense(1)
+
+    def call(self, states):
+        common = self.common(states)
+        return self.actor(common), self.critic(common)
+
+    def loss_of(self, forward, x, y, sample_weight):
+        states, actions = x
+        probabilities, values = forward(states)
+        returns = (y - ops.mean(y)) / (ops.std(y) + 1e-7)
+        chosen = ops.sum(probabilities * ops.one_hot(actions, 2), axis=-1)
+        advantages = returns - values[:, 0]
+        actor = ops.sum(-ops.log(chosen) * advantages)
+        huber = keras.losses.Huber(reduction="sum")
+        return actor + huber(values, returns[:, None]), probabilities
+
+    def log(self, loss, y, y_pred, sample_weight):
+        return {"loss": loss, "reward": ops.sum(y) / 10}
+
+
+RL = f"{EXAMPLES}/rl"
+
+
+@port(f"{RL}/actor_critic_cartpole.py")
+def actor_critic_cartpole(strategy):
+    """Play an episode with the model, then train by it."""
+    keras.utils.set_random_seed(1)
+    with scope(strategy):
+        model = ActorCritic()
+        model(np.zeros((1, 4), "float32"))
+        model.compile(keras.optimizers.Adam(0.01))
+    rng, logs = np.random.RandomState(0), []
+    for length in (7, 12, 7):
+        state, states, actions = np.ones(4, "float32"), [], []
+        for _ in range(length):
+            probabilities, _ = model(state[None])
+            p = float(ops.convert_to_numpy(probabilities)[0, 0])
+            actions.append(int(rng.rand() > p))
+            states.append(state)
+            state = np.roll(state, 1) * (0.9 if actions[-1] else -1.1)
+        rewards = [abs(s[0]) for s in states]
+        y = np.cumsum(rewards[::-1])[::-1].astype("float32")
+        x = np.array(states, "float32"), np.array(actions, "int32")
+        fit = model.fit(x, y, batch_size=length, shuffle=False, verbose=0)
+        logs += fit.history.values()
+    return Outcome([*model.get_weights(), *actions], logs)
+
+
+@port(f"{RL}/ppo_cartpole.py")
+def ppo_cartpole(strategy):
+    """Train on the whole buffer, until the policy has moved too far."""
+    strategy = strategy or ks.OneDeviceStrategy("cpu:0")
+    keras.utils.set_random_seed(1)
+    with scope(strategy):
+        actor, critic = dense(4, 2), dense(4, 1)
+        optimizers = keras.optimizers.Adam(0.03), keras.optimizers.Adam(0.01)
+    average = ks.compute_average_loss
+
+    def logprobabilities(states, actions):
+        return ops.sum(ops.log_softmax(actor(states)) * ops.one_hot(actions, 2), axis=1)
+
+    def train_policy(states, actions, before, advantages, _):
+        mean = replica_mean(advantages)
+        spread = ops.sqrt(replica_mean(ops.square(advantages - mean)))
+        scaled = (advantages - mean) / (spread + 1e-8)
+
+        def loss():
+            ratio = ops.exp(logprobabilities(states, actions) - before)
+            clipped = ops.clip(ratio, 0.8, 1.2) * scaled
+            return -average(ops.minimum(ratio * scaled, clipped))
+
+        variables = actor.trainable_variables
+        _, gradients = ks.value_and_grad(loss, variables)()
+        optimizers[0].apply(gradients, variables)
+        return average(before - logprobabilities(states, actions))
+
+    def train_value(states, returns):
+        def loss():
+            return average(ops.square(returns - critic(states)[:, 0]))
+
+        variables = critic.trainable_variables
+        value, gradients = ks.value_and_grad(loss, variables)()
+        optimizers[1].apply(gradients, variables)
+        return value
+
+    def replica_mean(x):
+        replica: Any = ks.get_replica_context()
+        return replica.all_reduce("sum", average(x))
+
+    states, noise = vectors(13, 4, 1)
+    actions, logs = np.arange(13, dtype="int32") % 2, []
+    for epoch in range(2):
+        before = ops.convert_to_numpy(logprobabilities(states, actions))
+        values = ops.convert_to_numpy(critic(states))[:, 0]
+        returns = np.float32(noise[:, 0] + epoch)
+        buffer = states, actions, before, returns - values, returns
+        (batch,) = strategy.experimental_distribute_dataset([buffer])
+        for _ in range(5):
+            kl = strategy.reduce("sum", strategy.run(train_policy, batch))
+            logs.append(float(kl))
+            if logs[-1] > 1.5 * 0.01:
+                break
+        for _ in range(3):
+            loss = strategy.run(train_value, (batch[0], batch[4]))
+            logs.append(float(strategy.reduce("sum", loss)))
+    weights = [v.numpy() for v in [*actor.variables, *critic.variables]]
+    return Outcome(weights, [len(logs), *logs])
