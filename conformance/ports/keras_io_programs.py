@@ -9,7 +9,15 @@ from keras import layers, ops
 import keras_strategy as ks
 from conformance.compare import scope
 from conformance.ports.keras_io_supervised import EXAMPLES
-from conformance.ports.port import Outcome, compiled, dense, fitted, port, vectors
+from conformance.ports.port import (
+    TEXT,
+    Outcome,
+    compiled,
+    dense,
+    fitted,
+    port,
+    vectors,
+)
 from conformance.step_model import StepModel
 
 ATOMS = np.random.RandomState(6).randint(2, 6, 21)  # of each molecule
@@ -222,3 +230,61 @@ def ppo_cartpole(strategy):
             logs.append(float(strategy.reduce("sum", loss)))
     weights = [v.numpy() for v in [*actor.variables, *critic.variables]]
     return Outcome(weights, [len(logs), *logs])
+
+
+class DecodesSpeech(keras.callbacks.Callback):
+    """Predict each validation batch after an epoch, and decode it."""
+
+    def __init__(self, dataset):
+        super().__init__()
+        self.dataset, self.decoded = dataset, []
+
+    def on_epoch_end(self, epoch, logs=None):
+        for spectrogram, _ in self.dataset:
+            y = self.model.predict(spectrogram, verbose=0)
+            lengths = np.full(len(y), y.shape[1], "int32")
+            decoded, scores = ops.ctc_decode(y, lengths, "greedy", mask_index=0)
+            self.decoded += [decoded[0], scores]
+
+
+@port(f"{EXAMPLES}/audio/ctc_asr.py", needs="tensorflow")
+def ctc_asr(strategy):
+    """Pad each batch to its longest spectrogram and text."""
+    import tensorflow as tf
+
+    spectrograms = [vectors(6 + i % 5, 4, seed=i)[0] for i in range(21)]
+    texts = [row[: 1 + i % 3] for i, row in enumerate(TEXT.astype("int32"))]
+    rows = lambda: zip(spectrograms, texts, strict=True)  # noqa: E731
+    spec = tf.TensorSpec((None, 4)), tf.TensorSpec((None,), tf.int32)
+    data = tf.data.Dataset.from_generator(rows, output_signature=spec)
+    data = data.padded_batch(8).prefetch(tf.data.AUTOTUNE)
+
+    def ctc_loss(y_true, y_pred):
+        y_true = ops.cast(y_true, "int32")
+        frames = ops.shape(y_pred)[1] * ops.ones_like(y_true[:, 0])
+        lengths = ops.sum(ops.cast(y_true > 0, "int32"), axis=1)
+        return ops.ctc_loss(y_true, y_pred, lengths, frames)
+
+    def make():
+        inputs = keras.Input((None, 4))
+        x = layers.Conv1D(6, 3, strides=1, padding="same", use_bias=False)(inputs)
+        x = layers.ReLU()(layers.BatchNormalization()(x))
+        x = layers.Bidirectional(layers.GRU(4, return_sequences=True))(x)
+        outputs = layers.Dense(9)(layers.Dropout(0.5)(x))
+        return compiled(keras.Model(inputs, outputs), "adam", ctc_loss)
+
+    decodes = DecodesSpeech(data)
+    done = fitted(strategy, make, data, validation_data=data, callbacks=[decodes])
+    return Outcome(done.weights, done.logs, [*done.predictions, *decodes.decoded])
+
+
+@port("keras-team/keras: keras.losses.CTC")
+def ctc_of_keras(strategy):
+    def make():
+        gru = layers.Bidirectional(layers.GRU(4, return_sequences=True))
+        model = keras.Sequential([keras.Input((8, 4)), gru, layers.Dense(9)])
+        return compiled(model, "adam", keras.losses.CTC())
+
+    x = vectors(21, 32)[0].reshape(21, 8, 4)
+    y = TEXT[:, :3] * (np.arange(3) <= np.arange(21)[:, None] % 3)
+    return fitted(strategy, make, x, y, validation_split=0.2)
