@@ -81,40 +81,13 @@ class MPNN(keras.Model):
         return super().compute_metrics(x, y, y_pred[: ops.shape(y)[0]], sample_weight)
 
 
-MPNN_SOURCE = f"{EXAMPLES}/graph/mpnn-molecular-graphs.py"
-
-
-@port(MPNN_SOURCE)
+@port(f"{EXAMPLES}/graph/mpnn-molecular-graphs.py")
 def mpnn_molecular_graphs(strategy):
     def make():
         metrics = [keras.metrics.AUC(name="AUC")]
         return compiled(MPNN(), "adam", "binary_crossentropy", metrics=metrics)
 
     return fitted(strategy, make, Molecules(), class_weight={0: 2.0, 1: 0.5})
-
-
-class PaddedMPNN(MPNN):
-    """Merge the graphs of a batch in `call`, by the row of each."""
-
-    def call(self, inputs):
-        atoms, pairs = inputs
-        rows, size = ops.shape(atoms)[0], ops.shape(atoms)[1]
-        starts = ops.reshape(ops.arange(rows), (-1, 1, 1)) * size
-        pairs = ops.reshape(pairs + ops.cast(starts, pairs.dtype), (-1, 2))
-        atoms = self.passed(ops.reshape(atoms, (-1, 4)), pairs)
-        return self.head(ops.sum(ops.reshape(atoms, (-1, size, 4)), axis=1))
-
-
-@port(MPNN_SOURCE)
-def mpnn_that_merges(strategy):
-    def make():
-        return compiled(PaddedMPNN(), "adam", "binary_crossentropy", metrics=["AUC"])
-
-    atoms = vectors(21, 20)[0].reshape(21, 5, 4)
-    pairs = np.random.RandomState(7).randint(0, 5, (21, 7, 2)).astype("int32")
-    weight = {0: 2.0, 1: 0.5}
-    y = np.arange(21)[:, None] % 2
-    return fitted(strategy, make, (atoms, pairs), y, class_weight=weight)
 
 
 class ActorCritic(StepModel):

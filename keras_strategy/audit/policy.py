@@ -96,15 +96,15 @@ def audit_batch(
 
 
 def pad_first_row(batch: Any) -> Any:
-    """Return a batch with zeros for a row's integers and weights, or None without."""
+    """Return a batch with zeros for a row's integers and targets, or None without."""
     # A loss divided by a mask is a mean over rows if all rows have as many entries.
     arrays = batch.batch if isinstance(batch, LocalRows) else batch
-    has_weight = isinstance(arrays, tuple | list) and len(arrays) == 3
-    weights = {id(x) for x in tree.flatten(arrays[2])} if has_weight else set()
+    has_target = isinstance(arrays, tuple | list) and len(arrays) in (2, 3)
+    targets = {id(x) for x in tree.flatten(arrays[1:])} if has_target else set()
 
     def is_padded(x: Any) -> bool:
         is_integer = any(k in str(x.dtype) for k in ("int", "bool"))
-        return hasattr(x, "device") and (is_integer or id(x) in weights)
+        return hasattr(x, "device") and (is_integer or id(x) in targets)
 
     def pad(x: Any) -> Any:
         return ops.concatenate([ops.zeros_like(x[:1]), x[1:]]) if is_padded(x) else x
