@@ -13,6 +13,7 @@ from conformance.ports.port import (
     fitted,
     port,
     sgd,
+    stepped,
 )
 
 GUIDES = "keras-team/keras-io: guides/keras_hub"
@@ -125,3 +126,64 @@ def resnet_image_classifier(strategy):
         return compiled(model, optimizer, LOGITS_LOSS, metrics=["accuracy"])
 
     return fitted(strategy, make, COLOURED, LABELS)
+
+
+# Drawn, since BatchNormalization of the edges of digits, all black, amplifies rounding.
+PHOTOS = np.random.RandomState(4).rand(13, 32, 32, 3).astype("float32")
+
+
+def pyramid():
+    """Return a ResNet whose outputs have 1/4 and 1/8 of an image's size."""
+    import keras_hub
+
+    sizes = [64], [3], [64, 8], [1, 1], [1, 2]
+    return keras_hub.models.ResNetBackbone(
+        *sizes, "basic_block", image_shape=(32, 32, 3)
+    )
+
+
+@port(f"{GUIDES}/object_detection_retinanet.py", **HUB)
+def retinanet(strategy):
+    """Divide the loss by the positive anchors of a batch."""
+    import keras_hub
+
+    def make():
+        backbone = keras_hub.models.RetinaNetBackbone(
+            pyramid(), min_level=3, max_level=3, use_p5=False, image_shape=(32, 32, 3)
+        )
+        model = keras_hub.models.RetinaNetObjectDetector(
+            backbone, 2, bounding_box_format="xyxy", pre_logits_num_conv_layers=1
+        )
+        return compiled(model, optimizer=keras.optimizers.SGD(0.001))
+
+    moved = np.random.RandomState(3).uniform(0, 5, (13, 2, 2))
+    boxes = np.concatenate([moved, moved + 26], axis=-1).astype("float32")
+    # Some images have one object alone.
+    labels = np.stack([np.arange(13) % 2, np.arange(13) % 3 - 1], 1).astype("float32")
+    boxes[labels < 0] = -1
+    # On TensorFlow, one device cannot predict with it.
+    return stepped(strategy, make, PHOTOS, {"boxes": boxes, "labels": labels})
+
+
+@port(f"{GUIDES}/semantic_segmentation_deeplab_v3.py", **HUB)
+def deeplab_v3(strategy):
+    import keras_hub
+
+    def make():
+        backbone = keras_hub.models.DeepLabV3Backbone(
+            pyramid(),
+            spatial_pyramid_pooling_key="P3",
+            upsampling_size=2,
+            dilation_rates=[2, 4],
+            low_level_feature_key="P2",
+            projection_filters=4,
+            image_shape=(32, 32, 3),
+        )
+        model = keras_hub.models.DeepLabV3ImageSegmenter(backbone, 3, "softmax")
+        iou = keras.metrics.MeanIoU(3, sparse_y_true=False, sparse_y_pred=False)
+        metrics = [iou, keras.metrics.CategoricalAccuracy()]
+        loss = keras.losses.CategoricalCrossentropy()
+        return compiled(model, keras.optimizers.SGD(0.001), loss, metrics=metrics)
+
+    masks = keras.utils.to_categorical(np.digitize(PHOTOS[..., 0], (0.3, 0.7)), 3)
+    return fitted(strategy, make, PHOTOS, masks, validation_split=0.2)

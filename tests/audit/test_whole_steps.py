@@ -1,8 +1,10 @@
 """Steps that cannot be split by rows: they run whole and equal one device's."""
 
 import functools
+from typing import Any
 
 import keras
+import numpy as np
 import pytest
 from keras import layers
 
@@ -264,3 +266,33 @@ def test_resume_keeps_decision(mirrored, tmp_path, audit_mode):
     resumed = fit(strategy, backup())
     assert kinds_that_run_whole(resumed) == {"train"}
     assert largest(fit(None).get_weights(), resumed.get_weights()) < 2e-5
+
+
+class MaskedMean(keras.Sequential):
+    """Divides the loss by the entries of the batch that are no padding."""
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        loss = keras.losses.sparse_categorical_crossentropy(y, y_pred, True)
+        weight = sample_weight
+        if weight is None:
+            weight = keras.ops.cast(y != 0, "float32")
+        return keras.ops.sum(loss * weight) / keras.ops.sum(weight)
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_mask_without_padding_in_first_batch(has_weight, two, caplog):
+    def make():
+        parts = keras.Input((6,), dtype="int32"), layers.Embedding(9, 4)
+        return models.compiled(MaskedMean([*parts, layers.Dense(9)]))
+
+    x = np.random.RandomState(0).randint(1, 9, (20, 6))
+    mask = np.arange(6) < 1 + np.arange(20)[:, np.newaxis] % 6
+    mask[:8] = True
+    weight: Any = {"sample_weight": mask.astype("float32")} if has_weight else {}
+    y = x if has_weight else x * mask
+    one = train(None, make, x, y, shuffle=False, **weight)
+    assert_equal(one, train(two, make, x, y, shuffle=False, **weight))
+    (warning,) = audit_warnings(caplog) or ["padding"] * (BACKEND == "jax")
+    assert "padding" in warning

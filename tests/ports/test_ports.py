@@ -14,6 +14,7 @@ from conformance.ports import (
     keras_io_gans,
     keras_io_generative,
     keras_io_layers,
+    keras_io_programs,
     keras_io_sequences,
     keras_io_steps,
     keras_io_supervised,
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.full
 FILES = [
     parameter_servers,
     keras_io_layers,
+    keras_io_programs,
     keras_io_steps,
     keras_io_supervised,
     keras_io_sequences,
