@@ -85,31 +85,35 @@ def audit_batch(
         report = audit_step(model, kind, strategy, batch, count, AuditReport(what))
         if report.differs and not report.failure:
             break
-    padded = None if kind == "predict" or report.differs else pad_first_row(batch)
+    padded = None if kind == "predict" or report.differs else _pad_first_row(batch)
     if padded is not None:
         what = f"If a row is padding, the {STEPS[kind]} step of the model"
         empty, rows = AuditReport(f"{what} '{model.name}'"), MORE_ROWS_PER_REPLICA
         found = audit_step(model, kind, strategy, padded, rows, empty)
+        # What cannot compute on such a row has none.
         if found.differs and not found.failure:
             return found
     return report
 
 
-def pad_first_row(batch: Any) -> Any:
+def _pad_first_row(batch: Any) -> Any:
     """Return a batch with zeros for a row's integers and targets, or None without."""
     # A loss divided by a mask is a mean over rows if all rows have as many entries.
     arrays = batch.batch if isinstance(batch, LocalRows) else batch
     has_target = isinstance(arrays, tuple | list) and len(arrays) in (2, 3)
     targets = {id(x) for x in tree.flatten(arrays[1:])} if has_target else set()
 
-    def is_padded(x: Any) -> bool:
-        is_integer = any(k in str(x.dtype) for k in ("int", "bool"))
-        return hasattr(x, "device") and (is_integer or id(x) in targets)
+    def can_be_padded(x: Any) -> bool:
+        is_integer = any(kind in str(x.dtype) for kind in ("int", "bool"))
+        is_dense = hasattr(x, "device")
+        return is_dense and (is_integer or id(x) in targets)
 
     def pad(x: Any) -> Any:
-        return ops.concatenate([ops.zeros_like(x[:1]), x[1:]]) if is_padded(x) else x
+        if not can_be_padded(x):
+            return x
+        return ops.concatenate([ops.zeros_like(x[:1]), x[1:]])
 
-    if not any(has_rows(x) and is_padded(x) for x in tree.flatten(arrays)):
+    if not any(has_rows(x) and can_be_padded(x) for x in tree.flatten(arrays)):
         return None
     padded = map_rows(pad, arrays)
     return replace(batch, batch=padded) if isinstance(batch, LocalRows) else padded
