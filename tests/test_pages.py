@@ -245,7 +245,7 @@ GENERATED |= {"tf_distribute", "versions"}
 FIGURE = re.compile(
     r"(?<![\w.])\d[\d.,]*(?: to \d[\d.,]*)?\s"
     r"(?:s|ms|us|min|hours?|seconds?|minutes?|[kMG]i?B|%|times)(?![\w/])"
-    r"|(?<![\w.])[01]\.\d\d(?![\w.]*\d)|\de-\d\d"
+    r"|(?<![\w.])[01]\.\d\d(?![\w.]*\d)|\de-\d\d|\b\d,\d{3}\b"
 )
 NOT_MEASURED = re.compile(
     r"^ *```.*?^ *```$|`[^`]*`|\[[^]]*\]\([^)]*\)|<!--.*?-->"  # code, links
