@@ -46,9 +46,10 @@ def repeat(page: Path, only: str, commit: str) -> None:
     for found in MEASURED.finditer(page.read_text()):
         command, today = found["command"], datetime.date.today()
         if only in command:
+            table = run(command)
             line = f"*Measured by `{command}` on {today}, commit {commit}.*"
-            text = page.read_text().replace(found[0], f"{run(command)}\n\n{line}")
-            page.write_text(text)
+            # The page may have been edited since.
+            page.write_text(page.read_text().replace(found[0], f"{table}\n\n{line}"))
 
 
 def main(name: str, only: str = "") -> None:
