@@ -275,7 +275,9 @@ def test_measured_figures_have_a_source(name, monkeypatch):
     }
     # Shared memory of a container, of Docker; a time limit that the page itself sets.
     given = {"64 MiB", *(f"{n} seconds" for n in re.findall(r"TERM@(\d+)", page))}
-    quoted = {"index": {"0.2 seconds"}}.get(name, set())  # test_quoted_faults_...
+    quoted = {"index": {"0.2 seconds"}}.get(
+        name, set()
+    )  # test_quoted_faults_are_measured
     text = NOT_MEASURED.sub("", measurements.MEASURED.sub("", page))
     found = [" ".join(figure.split()) for figure in FIGURE.findall(text)]
     assert not set(found) - set_by_code - given - quoted
