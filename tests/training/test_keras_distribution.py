@@ -190,6 +190,23 @@ def test_orbax_checkpoint_of_unnamed_layers_is_refused(two, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+def test_orbax_checkpoint_of_named_layers_loads(two, tmp_path):
+    """Seed generators have no names, and begin anew."""
+
+    def make_named():
+        parts = keras.layers.Dropout(0.5), keras.layers.Dense(1, name="out")
+        with two.scope():
+            model = keras.Sequential([keras.Input((4,)), *parts], name="model")
+            model.compile("sgd", "mse")
+        return model
+
+    first, second = make_named(), make_named()
+    first.fit(np.ones((4, 4)), np.ones(4), 4, callbacks=[orbax_checkpoint(tmp_path)])
+    second.load_weights(tmp_path)
+    for a, b in zip(first.get_weights(), second.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("how", ["model.keras", "model.weights.h5", "orbax"])
 def test_saved_models_load_on_the_other_side(how, two, tmp_path):
