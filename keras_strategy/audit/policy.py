@@ -105,8 +105,8 @@ def _pad_first_row(batch: Any) -> Any:
 
     def can_be_padded(x: Any) -> bool:
         is_integer = any(kind in str(x.dtype) for kind in ("int", "bool"))
-        is_dense = hasattr(x, "device")
-        return is_dense and (is_integer or id(x) in targets)
+        # A sparse tensor has no slices.
+        return hasattr(x, "__getitem__") and (is_integer or id(x) in targets)
 
     def pad(x: Any) -> Any:
         if not can_be_padded(x):

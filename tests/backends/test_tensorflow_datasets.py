@@ -167,6 +167,30 @@ def test_dropout_of_native_dataset_equals_one_device(two):
     assert largest(expected, trained(two, split)) < 1e-6
 
 
+class DenseOfSparse(keras.layers.Dense):
+    def build(self, shape):
+        super().build((None, 4))
+
+    def call(self, inputs):
+        if isinstance(inputs, tf.SparseTensor):
+            inputs = tf.sparse.to_dense(inputs)
+        return super().call(tf.cast(inputs, tf.float32))
+
+
+def test_step_on_sparse_integers_is_audited(two, caplog):
+    x = tf.sparse.from_dense(np.arange(48).reshape(12, 4) % 3)
+    batches = tf.data.Dataset.from_tensor_slices((x, np.ones((12, 1), "float32")))
+
+    def loss(y, y_pred):
+        return keras.losses.mean_squared_error(y, y_pred)
+
+    with two.scope():
+        model = keras.Sequential([DenseOfSparse(1)])
+        model.compile("sgd", loss)
+    model.fit(batches.batch(5), verbose=0)
+    assert not caplog.records
+
+
 # --- tf.function
 
 
